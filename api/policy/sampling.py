@@ -50,7 +50,7 @@ def sampling_of(
 
     ``max_tokens``: of a chat that does not say. ``words``: tokens of its ``bad_words``.
     """
-    given: dict[str, Any] = {
+    same_named: dict[str, Any] = {
         name: value for name in SAME if (value := getattr(request, name)) is not None
     }
     biases = {int(token): bias for token, bias in (request.logit_bias or {}).items()}
@@ -67,4 +67,4 @@ def sampling_of(
         bad_words=words,
         logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
     )
-    return replace(params, **given)
+    return replace(params, **same_named)

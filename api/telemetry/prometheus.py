@@ -437,7 +437,7 @@ FAMILIES = (
     Family(
         GAUGE,
         "run_trajectories_open",
-        "Trajectories whose environment is open.",
+        "Trajectories in progress: their environment is open.",
         (),
         lambda run: {(): run.totals.trajectories.get("open")},
     ),

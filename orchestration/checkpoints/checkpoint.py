@@ -106,7 +106,8 @@ class Checkpoint:
         One that has not ``finished`` goes on from its last step to its end.
         """
         done = f"has made {self.version} of {steps} steps: there is nothing to resume"
-        return done if self.version >= steps + (not finished) else ""
+        has_more = self.version < steps or (self.version == steps and not finished)
+        return "" if has_more else done
 
     def load_into(self, engine: TrainEngine, part: str = "") -> None:
         """Load the saved state into ``engine``, which may have other ranks than the saved one.

@@ -150,8 +150,8 @@ def reward_reads(
 def trajectory_reads(recipe: Recipe) -> list[str]:
     """The columns of trajectories that the recipe's reward functions have parameters for: those of
     its own stages are not made in evaluations."""
-    made = {**TRAJECTORY, **ENDED}.keys() - {MASK}
-    return [name for name in reward_reads(recipe, ()) if name in made]
+    columns = {**TRAJECTORY, **ENDED}.keys() - {MASK}
+    return [name for name in reward_reads(recipe, ()) if name in columns]
 
 
 def stage_columns(recipe: Recipe) -> Columns:

@@ -230,8 +230,8 @@ class VllmRolloutEngine:
             named = likeliest(position, alternatives)
             others = tuple((other, position[other].logprob) for other in named)
             logprob = position[token]
-            made = Token(request.group, 0, token, logprob.logprob, version, others)
-            scored.append((made, logprob.rank))
+            prompt_token = Token(request.group, 0, token, logprob.logprob, version, others)
+            scored.append((prompt_token, logprob.rank))
         return scored
 
     async def _prompt_logprobs(self, ids: list[int], count: int) -> list[Any]:

@@ -183,10 +183,19 @@ class TwoPartAttention:
                 q, k, v, is_causal=True, scale=scale, enable_gqa=True
             )
         else:
-            out, total = attend(q, k, v, torch.arange(longest), scores)
-            if sinks is not None:
-                out, _ = merge(out, total, None, sinks.to(total.dtype)[:, None])
+            out = self._attend_all(layer, q, k, v, torch.arange(longest))
         return out.transpose(1, 2).flatten(0, 1)[step.packed].flatten(1)
+
+    def _attend_all(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention of the queries at the positions ``at`` over ``k`` and ``v``, with
+        the layer's sinks; shapes as in :func:`~stages.engines.torch.model.attention.attend`."""
+        scores, sinks = self.layers[layer]
+        out, total = attend(q, k, v, at, scores)
+        if sinks is None:
+            return out
+        return merge(out, total, None, sinks.to(total.dtype)[:, None])[0]
 
     def _attend_extend(
         self,
@@ -196,7 +205,6 @@ class TwoPartAttention:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        scores, sinks = self.layers[layer]
         slots = max(row.row for row in step.rows) + 1
         room = max(row.begin + row.count for row in step.rows)
         pool = self._room(self.rows, layer, slots, room, key, value)
@@ -213,9 +221,7 @@ class TwoPartAttention:
                 of_prompt = prompts[row.prompt, :, : row.prompt_length]
                 seen.append(torch.cat([of_prompt, rows[row.row, :, :end]], 1)[None])
             at = torch.arange(row.count) + row.prompt_length + row.begin
-            out, total = attend(q[None], seen[0], seen[1], at, scores)
-            if sinks is not None:
-                out, _ = merge(out, total, None, sinks.to(total.dtype)[:, None])
+            out = self._attend_all(layer, q[None], seen[0], seen[1], at)
             outputs.append(out[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)
 

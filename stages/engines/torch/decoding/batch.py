@@ -146,7 +146,7 @@ class ContinuousBatch:
                 count = i
                 break
             group = row.group
-            if group in new or not self._beginnings.needs_prefill(row, self.version):
+            if group in new or self._beginnings.take_prompt(row, self.version):
                 continue
             longest = max(longest, len(group.ids))
             if new and longest * (len(new) + 1) > self._prefill_tokens:

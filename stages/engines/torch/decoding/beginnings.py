@@ -25,8 +25,9 @@ class Beginnings:
         self._decoder = decoder
         self._resting = resting
 
-    def needs_prefill(self, row: ResponseRow, version: int) -> bool:
-        """Return whether the prompt of ``row`` is to be computed; that of a row at rest is there."""
+    def take_prompt(self, row: ResponseRow, version: int) -> bool:
+        """Give the group of ``row`` the prompt of the row at rest that it continues, where it has
+        none of ``version`` yet. Returns whether the group has all of it that the row needs."""
         group = row.group
         is_there = group.prompt is not None and group.version == version
         if not is_there and (resting := self._resting.of(row)):
@@ -35,7 +36,7 @@ class Beginnings:
             group.prompt = resting.prompt
             group.version = version
             is_there = True
-        return not is_there or (group.logits is None and not row.begun)
+        return is_there and (row.begun > 0 or group.logits is not None)
 
     def prefill(self, groups: Sequence[PendingGroup], version: int) -> None:
         """Compute the prompts of ``groups`` with the weights of ``version``."""
@@ -63,8 +64,9 @@ class Beginnings:
         self._resting.drop(row)
 
     def logits(self, rows: Sequence[ResponseRow], first: int) -> list[torch.Tensor | Exception]:
-        """Return what predicts the next token of each of ``rows`` from number ``first`` on, or the error
-        with which that fails: of its prompt, or of the tokens that it has, which are fed."""
+        """Return what predicts the next token of each of ``rows`` from number ``first`` on,
+        after its prompt or the tokens that it has, which are fed; or the error with which that
+        fails."""
         begun = [n for n in range(first, len(rows)) if rows[n].begun]
         extended: dict[int, torch.Tensor | Exception] = {}
         lengths = [row.length for row in self._decoder.rows]
@@ -92,7 +94,7 @@ class Beginnings:
         return logits
 
     def _extend(self, rows: Sequence[ResponseRow], numbers: Sequence[int]) -> torch.Tensor:
-        """Feed those of ``rows`` with these ``numbers`` the tokens that they have and that were not fed."""
+        """Feed the tokens that were not fed yet to those of ``rows`` with these ``numbers``."""
         begun = [rows[number] for number in numbers]
         tokens = [
             torch.tensor(row.tokens[self._decoder.rows[number].length :])

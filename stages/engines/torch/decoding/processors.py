@@ -81,9 +81,9 @@ class ProcessedRow:
 
 
 def allow_some(logits: torch.Tensor, row: ProcessedRow) -> None:
-    kept = logits[row.allowed]
+    allowed_logits = logits[row.allowed]
     logits.fill_(-torch.inf)
-    logits[row.allowed] = kept
+    logits[row.allowed] = allowed_logits
 
 
 def forbid_words(logits: torch.Tensor, row: ProcessedRow) -> None:

@@ -136,11 +136,11 @@ def ranked(
     ``alternatives`` likeliest ones, their logprobs, and the rank of the token (1: the likeliest)."""
     logprobs = logits.log_softmax(-1)
     index = tokens.to(logits.device)[:, None]
-    own = logprobs.gather(-1, index)
+    chosen = logprobs.gather(-1, index)
     top = logprobs.topk(min(alternatives, logprobs.shape[1]))
-    ranks = (logprobs > own).sum(-1) + 1
+    ranks = (logprobs > chosen).sum(-1) + 1
     candidates = torch.cat([index, top.indices], 1)
-    return candidates.tolist(), torch.cat([own, top.values], 1).tolist(), ranks.tolist()
+    return candidates.tolist(), torch.cat([chosen, top.values], 1).tolist(), ranks.tolist()
 
 
 def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
