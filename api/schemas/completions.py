@@ -109,7 +109,8 @@ class Sampling(Ignored):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     bad_words: Annotated[list[Stop], Field(max_length=100)] | None = Field(
         None,
-        description="Texts that a response may not contain: the last token of each is banned after its others.",
+        description="Texts that a response may not contain: the last token of each is banned after "
+        "its others.",
     )
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = Field(
         None, description="Of a response before it may end, but by max_tokens."

@@ -16,14 +16,13 @@ import pytest
 
 from benchmarks.ray_cluster import on_ray, raylets
 from orchestration.history.events_file import METRICS, read_metrics
-from orchestration.run.execution import Execution
-from orchestration.run.folder import RunFolder
 from orchestration.state.paths import WHERE
 from orchestration.state.registry import RunRecord
 from pipeline.data.events import Event
 from pipeline.index.client import INDEX_VARIABLE
 from tests.forked import ROOT
-from tests.orchestration.external.test_session import ROLLOUT, roll_out, taking_part
+from tests.orchestration.external.test_session import ROLLOUT
+from tests.orchestration.run import external_run
 from tests.orchestration.runs import MOCK, recipe
 from tests.orchestration.services import Service, serving
 from tests.shifted_clock import COMPILER, WITHOUT_COMPILER, ShiftedClock
@@ -116,10 +115,12 @@ async def steps_of(metrics: Path, count: int) -> int:
             await asyncio.sleep(0.2)  # the file has no reader that could be woken
 
 
-def started(arguments: list[str], folder: Path, **variables: str) -> subprocess.Popen[bytes]:
-    """The command, all of whose processes have the clock: none is forked from a server of the
+def started(
+    arguments: list[str], folder: Path, module: str = "api.cli.main", **variables: str
+) -> subprocess.Popen[bytes]:
+    """The command, or another ``module``, all of whose processes have the clock: none is forked from a server of the
     tests."""
-    command = [sys.executable, "-P", "-m", "api.cli.main", *arguments]
+    command = [sys.executable, "-P", "-m", module, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     with (folder / "out").open("wb") as out:
         return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
@@ -215,23 +216,22 @@ async def test_a_run_on_a_ray_cluster_is_not_disturbed(clock: ShiftedClock, tmp_
 
 
 async def test_an_external_rollout_is_not_disturbed(clock: ShiftedClock, tmp_path: Path) -> None:
-    changes = {"pipeline__lease_seconds": 3.0, "train__steps": 300}
-    async with taking_part(
-        Execution(RunFolder.create(recipe(ROLLOUT, **changes), tmp_path / "run"))
-    ) as (
-        watched,
-        external,
-        work,
-    ):
-        worker = asyncio.create_task(roll_out(external, "outside"))
-        for shift in JUMPS:
-            made = len(watched.of("step"))
-            clock.set(shift)
-            await watched.until(lambda: len(watched.of("step")) >= made + 3)  # noqa: B023
-        watched.stop.set()
-        await asyncio.wait([worker], timeout=30)
-        await work
-    assert disturbances(watched.events) == ([], 0)
+    """It and the run's head are one process, which is stopped with the run's workers."""
+    endless = recipe(ROLLOUT, **{**SHORT, "train__steps": 100_000})
+    (tmp_path / external_run.RECIPE).write_text(endless.to_json())
+    metrics = tmp_path / "run" / METRICS
+    run = started([str(tmp_path)], tmp_path, external_run.__name__)
+    try:
+        await steps_of(metrics, 2)
+        await jump(clock, metrics)
+        await freeze(clock)
+        await steps_of(metrics, 5)
+        (tmp_path / external_run.STOP).touch()
+        assert await asyncio.to_thread(run.wait, 60) == 0, (tmp_path / "out").read_text()
+    finally:
+        run.kill()
+        run.wait()
+    assert disturbances(events_in(metrics)) == ([], 0)
 
 
 async def runs_are_undisturbed(service: Service, runs: Iterable[str]) -> None:
