@@ -33,13 +33,15 @@ demo: $(VENV)/.demo
 
 # Most of a test's time is waiting, for processes to start, die and be noticed: files run side by side. A test that fails
 # there is run once more, alone, and fails if it fails again: on a machine that others use it may just have had no time.
-# With UNTIL=TIME (seconds since the epoch) no test begins later, and the end says which were not run.
+# With UNTIL=TIME (seconds since the epoch) no test begins later, and the end says which were not run; those that failed have
+# until AGAIN_UNTIL=TIME.
 define tests
 $(PYTEST) -m $(1) -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=40 || { \
   [ $$? -eq 1 ] && echo "These failed beside others, and are run once more, alone:" && \
-  $(PYTEST) -m $(1) --last-failed --last-failed-no-failures none -v; }
+  $(PYTEST) $(if $(AGAIN_UNTIL),--until=$(AGAIN_UNTIL)) -m $(1) --last-failed --last-failed-no-failures none -v; }
 endef
 UNTIL :=
+AGAIN_UNTIL := $(UNTIL)
 EXAMPLES := fixed
 PYTEST = $(BIN)/python -m pytest --hypothesis-profile=$(EXAMPLES) $(if $(UNTIL),--until=$(UNTIL))
 

@@ -137,15 +137,14 @@ class Guard:
     def _of_trajectories(self, worker: str, counts: Mapping[str, float]) -> Iterator[AlarmEvent]:
         """Judge what has become of the trajectories since the last judgement, where they are
         enough."""
-        before = self._trajectories.get(worker, counts)
+        before = self._trajectories.get(worker, {})
+        if any(counts[name] < before[name] for name in before if name != "open"):
+            before = {}  # the worker has begun again
         added = Counter({name: int(n - before.get(name, 0)) for name, n in counts.items()})
-        del added["open"]
         ended = sum(count for name, count in added.items() if name.startswith("ended_"))
-        is_new = worker not in self._trajectories or min(added.values()) < 0
-        if is_new or ended >= TRAJECTORIES:
-            self._trajectories[worker] = counts
-        if is_new or ended < TRAJECTORIES:
+        if ended < TRAJECTORIES:
             return
+        self._trajectories[worker] = counts
         failed = added["ended_failed"] + added["ended_dropped"]
         yield from self._share(FAILING, failed, ended, "trajectories: their environment failed")
         followed = added["turns"] - ended

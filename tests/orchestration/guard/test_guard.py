@@ -217,6 +217,8 @@ def test_an_environment_that_always_fails_is_an_alarm_and_one_that_fails_often_i
     (alarm,) = alarms(failing)
     assert (alarm.metric, alarm.step, alarm.value) == ("failed_environments", -1, 1.0)
     assert "32 of 32 trajectories" in alarm.reason
+    (alarm,) = alarms([told(turns=100, ended_failed=100, ended_done=1)])  # all before it is told
+    assert "100 of 101 trajectories" in alarm.reason
     often = [told(turns=n, ended_dropped=n - n // 4, ended_done=n // 4) for n in range(0, 100, 4)]
     assert alarms(often) == []
 
