@@ -12,9 +12,14 @@ length of a turn is drawn from a log-normal distribution. So is the time of a to
 
     share of the bound   the time that the busiest stage needs for the tokens of the steps between the first and the last
                          ones, over the time that passed (as in benchmarks/overlap.py); tools wait, and need no processor
+    share that η lets    the same with the least time that any order of work has under the staleness bound: the
+                         trajectories of step n begin when step n - 1 - η is trained at the earliest, and the longest
+                         of them takes its tokens' time in an engine without others, and that of its tools
     η = 0                turns of a step in lockstep: the batch waits for its slowest turn, each time
     a turn               of a run with one group at a time, an engine and a tool that take no time: from an answer to the
                          next question, which is park, claim, generate, park, claim
+    computed again       of the recipe `guess` with real engines: tokens of earlier turns whose keys and values were
+                         gone when a turn began, as newer weights had come or another worker made it
 """
 
 from __future__ import annotations
@@ -34,10 +39,13 @@ from pathlib import Path
 from statistics import NormalDist
 
 from benchmarks.executed import executed
+from orchestration.history.totals import RunTotals
 from orchestration.logs import configure
-from orchestration.recipe.loading.load import parse_recipe
+from orchestration.recipe.loading.load import load_recipe, parse_recipe
 from orchestration.recipe.schema import Recipe
 from pipeline.data.events import Event
+from stages.samples.sample_log import FOLDER, groups
+from stages.trajectories.trajectory import trajectory_seed
 
 MOST_TURNS = 8
 SIGMA = 0.8  # of the logarithms of lengths and times
@@ -58,25 +66,32 @@ class Tool:
         self._answered = math.nan
 
     def reset(self, seed: int) -> str:
-        self._random = random.Random(seed)
-        self._turns = self._random.randint(1, MOST_TURNS)
+        self._waits = tool_times(self._seconds, seed)
         self._answered = time.perf_counter()
         return "?"
 
     async def step(self, text: str) -> tuple[str | None, float, bool]:
         self._gaps.append(time.perf_counter() - self._answered)
-        if self._seconds:
-            mean = math.log(self._seconds) - SIGMA**2 / 2
-            await asyncio.sleep(self._random.lognormvariate(mean, SIGMA))
-        self._turns -= 1
-        if not self._turns and self._log:
+        if wait := self._waits.pop():
+            await asyncio.sleep(wait)
+        if not self._waits and self._log:
             await asyncio.to_thread(self._write)
         self._answered = time.perf_counter()
-        return "+", float(len(text) % 2), not self._turns
+        return "+", float(len(text) % 2), not self._waits
 
     def _write(self) -> None:
         with Path(self._log).open("a") as file:
             file.write(json.dumps(self._gaps) + "\n")
+
+
+def tool_times(seconds: float, seed: int) -> list[float]:
+    """Return the seconds of each tool of the trajectory with ``seed``, whose mean is ``seconds``."""
+    generator = random.Random(seed)
+    turns = generator.randint(1, MOST_TURNS)
+    if not seconds:
+        return [0.0] * turns
+    mean = math.log(seconds) - SIGMA**2 / 2
+    return [generator.lognormvariate(mean, SIGMA) for _ in range(turns)]
 
 
 @dataclass(frozen=True)
@@ -156,20 +171,24 @@ class Workload:
 
 @dataclass(frozen=True)
 class Arm:
-    """What a run reached. ``share``: of the bound. ``open``: the most trajectories at a time."""
+    """What a run reached. ``share``: of the bound. ``share_permitted``: of the bound with η.
+    ``open``: the most trajectories at a time."""
 
     tools: float
     bound: int
     tokens: int
     seconds: float
     share: float
+    share_permitted: float
     open: int
     staleness: int
 
 
 async def run_arm(workload: Workload, bound: int, home: Path) -> Arm:
     """Execute ``workload`` under the staleness ``bound``."""
-    events = await executed(workload.recipe(bound), home / f"{workload.tools}-{bound}")
+    recipe = workload.recipe(bound)
+    run = home / f"{workload.tools}-{bound}"
+    events = await executed(recipe, run)
     steps = [event for event in events if event.kind == "step"]
     first, last = steps[workload.margin - 1], steps[-workload.margin]
     between = steps[workload.margin : len(steps) - workload.margin + 1]
@@ -177,15 +196,45 @@ async def run_arm(workload: Workload, bound: int, home: Path) -> Arm:
     seconds = last.time - first.time
     generating = tokens / (workload.slots * workload.row_rate)
     training = len(between) * workload.train_seconds
+    times = [step.time - first.time for step in steps]
+    permitted = least_seconds(workload, bound, longest_trajectories(workload, recipe, run), times)
     return Arm(
         workload.tools,
         bound,
         tokens,
         seconds,
         max(generating, training) / seconds,
+        max(generating, permitted) / seconds,
         most_open(events),
         max(int(step.data["staleness_max"]) for step in steps),
     )
+
+
+def longest_trajectories(workload: Workload, recipe: Recipe, run: Path) -> list[float]:
+    """Return the seconds of the longest trajectory of each step, were it alone."""
+    longest = [0.0] * workload.steps
+    for group in groups(run / FOLDER):
+        for sample in group:
+            seed = trajectory_seed(recipe.seed, sample["group"], sample["place"])
+            tools = sum(tool_times(workload.tool_seconds, seed))
+            tokens = sum(turn["tokens"] for turn in sample["segments"] if turn["generated"])
+            seconds = tokens / workload.row_rate + tools
+            step = sample["step"]
+            longest[step] = max(longest[step], seconds)
+    return longest
+
+
+def least_seconds(
+    workload: Workload, bound: int, longest: Sequence[float], times: Sequence[float]
+) -> float:
+    """Return the least seconds from the first to the last compared step, when the steps until the
+    first one have ended at ``times``. ``longest``: seconds of each step's longest trajectory."""
+    first, last = workload.margin - 1, len(times) - workload.margin
+    ends = [*times[: first + 1]]
+    for step in range(first + 1, last + 1):
+        admitted = ends[step - 1 - bound] if step > bound else -math.inf
+        ends.append(max(ends[-1], admitted + longest[step]) + workload.train_seconds)
+    return ends[last] - times[first]
 
 
 def most_open(events: Sequence[Event]) -> int:
@@ -206,6 +255,16 @@ async def turn_times(home: Path, steps: int) -> list[float]:
     rollout = recipe.rollout.model_copy(update={"mock": {**recipe.rollout.mock, **fast}})
     await executed(recipe.model_copy(update={"rollout": rollout}), home / "turns")
     return [gap for line in log.read_text().splitlines() for gap in json.loads(line)[1:]]
+
+
+async def computed_again(home: Path, workers: int, steps: int) -> dict[str, float]:
+    """Return the figures of the trajectories of the recipe `guess` with so many rollout workers."""
+    changes = [f"rollout.workers={workers}", f"train.steps={steps}", "evaluate.every=0"]
+    recipe = load_recipe("guess", changes)
+    totals = RunTotals()
+    for event in await executed(recipe, home / f"guess-{workers}"):
+        totals.apply(event)
+    return totals.trajectories
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -232,25 +291,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arms = []
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        print("| tools | η | share of the bound | tokens/s | open at a time | staleness |")
-        print("|---|---|---|---|---|---|")
+        print(
+            "| tools | η | share of the bound | share that η lets | tokens/s | open at a time "
+            "| staleness |"
+        )
+        print("|---|---|---|---|---|---|---|")
         for tools in options.tools:
             for bound in options.bounds:
                 arm = asyncio.run(run_arm(replace(workload, tools=tools), bound, home))
                 arms.append(arm)
                 print(
-                    f"| {tools:g} × | {bound} | {arm.share:.3f} | {arm.tokens / arm.seconds:,.0f} "
-                    f"| {arm.open:,} | {arm.staleness} |",
+                    f"| {tools:g} × | {bound} | {arm.share:.3f} | {arm.share_permitted:.3f} "
+                    f"| {arm.tokens / arm.seconds:,.0f} | {arm.open:,} | {arm.staleness} |",
                     flush=True,
                 )
         gaps = asyncio.run(turn_times(home, 4 if options.smoke else 100))
+        again = {
+            workers: asyncio.run(computed_again(home, workers, 2 if options.smoke else 20))
+            for workers in (1, 2)
+        }
     turn = {"p50": quantile(gaps, 0.5), "p99": quantile(gaps, 0.99), "turns": len(gaps)}
     print(
         f"\na turn of the flow alone: {1e3 * turn['p50']:.1f} ms (p50), "
         f"{1e3 * turn['p99']:.1f} ms (p99), of {turn['turns']:,} turns"
     )
+    for workers, counts in again.items():
+        tokens = counts["generated_tokens"] + counts["observed_tokens"]
+        print(
+            f"{workers} rollout workers: {counts['computed_again_tokens']:,.0f} tokens computed "
+            f"again, of {tokens:,.0f} tokens of {counts['turns']:,.0f} turns"
+        )
     if options.json:
-        options.json.write_text(json.dumps({"arms": [*map(asdict, arms)], "turn": turn}))
+        measured = {"arms": [*map(asdict, arms)], "turn": turn, "computed_again": again}
+        options.json.write_text(json.dumps(measured))
     return 0
 
 

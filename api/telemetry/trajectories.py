@@ -28,12 +28,15 @@ def summarize_trajectories(counts: Mapping[str, float]) -> dict[str, Any]:
     ended = sum(by_reason.values())
     seconds = {name: counts.get(f"{name}_seconds", 0.0) for name in TIMES}
     total = sum(seconds.values())
-    names = ("turns", "cut_turns", "generated_tokens", "observed_tokens", "calls", "failed_calls")
+    names = (
+        *("turns", "cut_turns", "generated_tokens", "observed_tokens", "computed_again_tokens"),
+        *("calls", "failed_calls", "replayed", "remade"),
+    )
     return {
         "ended": ended,
         "endings": by_reason,
-        "turns_mean": counts["turns"] / ended if ended else None,
-        **{name: int(counts.get(name, 0)) for name in (*names, "replayed", "remade")},
+        "turns_mean": counts.get("turns", 0) / ended if ended else None,
+        **{name: int(counts.get(name, 0)) for name in names},
         "time": {name: value / total if total else None for name, value in seconds.items()},
     }
 
@@ -55,6 +58,8 @@ def trajectories_text(summary: Mapping[str, Any]) -> str:
     parts.append(
         f"{summary['generated_tokens']:,} tokens generated, {summary['observed_tokens']:,} observed"
     )
+    if computed_again := summary["computed_again_tokens"]:
+        parts[-1] += f", {computed_again:,} computed again"
     shares = [f"{share:.0%} {name}" for name, share in summary["time"].items() if share is not None]
     if shares:
         parts.append("time: " + ", ".join(shares))

@@ -287,7 +287,8 @@ class StageEvent(EventData, kind="stage"):
             "were `replayed` or `remade` as their environment was gone, and that ended: "
             "`ended_done` by their environment, `ended_turns` at `max_turns`, `ended_tokens` at "
             "`max_tokens`, `ended_truncated` with a turn that was cut, `ended_timeout`, "
-            "`ended_failed` with the reward 0, `ended_dropped`."
+            "`ended_failed` with the reward 0, `ended_dropped`. Of the rollout stage: "
+            "`computed_again_tokens`, whose keys and values were gone when a turn began."
         ),
     ] = field(default_factory=dict)
 

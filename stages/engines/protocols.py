@@ -168,7 +168,7 @@ class Completion:
     versions: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
     cached_tokens: int = 0
-    """Of the prompt, whose keys and values other requests had computed."""
+    """Of the prompt and of earlier requests, whose keys and values had been computed."""
     routed_experts: torch.Tensor | None = None
     """uint8 or int16 [P + T - 1, layers * top-k], where the engine records them: the experts of all
     fed tokens, as they were chosen when the token after them was made. The part that another

@@ -39,7 +39,7 @@ class ResponseInProgress:
         self.begun = len(self.tokens)
         self.turn_start = request.turn_start(place)
         self.limit = request.limit(place)
-        self.cached_tokens = 0  # of the prompt
+        self.cached_tokens = 0  # of the prompt and of earlier requests
         self.begun_routing = begun.routed_experts if begun else None
         self.routing: list[torch.Tensor] = []  # [n, layers * top-k] of the fed tokens after those
 

@@ -41,7 +41,7 @@ from stages.engines.protocols import (
     RolloutEngine,
     SamplingParams,
 )
-from stages.flow.catalogue import ROUTED, TIMES, TURN_REWARD, TURN_SECONDS, TURN_STARTS
+from stages.flow.catalogue import OBSERVED, ROUTED, TIMES, TURN_REWARD, TURN_SECONDS, TURN_STARTS
 
 # columns that a cut response is parked with
 PROGRESS = ("response_ids", "rollout_logprobs", "versions")
@@ -85,6 +85,7 @@ class Rollout(Stage):
         self._together = together
         # where no bit may depend on a restart, each turn computes all of its tokens
         self._continues = bool(environment) and not together
+        self._computed_again = 0
         self._lengths = deque[int](maxlen=RECENT if parks_stragglers else 0)
         self.engine = engine
         self.params = params
@@ -107,6 +108,11 @@ class Rollout(Stage):
 
     def version(self) -> int | None:
         return self.engine.version
+
+    def figures(self) -> Mapping[str, Any]:
+        if not self._environment:
+            return {}
+        return {"trajectories": {"computed_again_tokens": self._computed_again}}
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         positions = {(row.group, row.place): i for i, row in enumerate(claim.rows)}
@@ -138,6 +144,11 @@ class Rollout(Stage):
                 missing -= len(together)
                 self._lengths.extend(
                     len(done.token_ids) for done in together if done.finish_reason != "cut"
+                )
+                self._computed_again += sum(
+                    computed_again(len(prompts[at]), begun[at], done.cached_tokens)
+                    for done in together
+                    if (at := positions[done.group, done.place]) in begun
                 )
                 for cut in (False, True):
                     if some := [c for c in together if (c.finish_reason == "cut") == cut]:
@@ -217,6 +228,16 @@ class Rollout(Stage):
                     ended.put_nowait(completion)
         finally:
             ended.put_nowait(None)
+
+
+def computed_again(prompt_tokens: int, begun: Begun, cached_tokens: int) -> int:
+    """Return how many tokens a visit of a response has computed that an earlier one had: all but
+    ``cached_tokens``, the last one, and the observation that follows the earlier visit."""
+    if all(version == OBSERVED for version, _ in begun.versions):
+        return 0
+    version, observed = begun.versions[-1]
+    new = 1 + (observed if version == OBSERVED else 0)
+    return max(0, prompt_tokens + len(begun.token_ids) - cached_tokens - new)
 
 
 def group_seed(seed: int, group: int) -> int:

@@ -147,6 +147,11 @@ class Trajectories:
         return time.monotonic() - opened.began >= self.limits.trajectory_seconds
 
 
+def trajectory_seed(seed: int, group: int, place: int) -> int:
+    """Return the seed that a trajectory's environment gets: the same in each attempt."""
+    return group_seed(seed, group) * LARGEST_PLACE + place
+
+
 @dataclass
 class Episode:
     """The trajectory of the row ``row``, at ``place`` of ``group``. ``columns``: of its prompt's row,
@@ -250,7 +255,7 @@ class Episode:
         key = f"{self.row}.{next(shared.openings)}"
         began = time.monotonic() if began is None else began
         self.opened = shared.opened[self.row] = Opened(self.group, key, began, shared.writer())
-        seed = group_seed(shared.seed, self.group) * LARGEST_PLACE + self.place
+        seed = trajectory_seed(shared.seed, self.group, self.place)
         name = self._environment()
         trajectory = Trajectory(key, self.columns, seed, name)
         waits = shared.declarations[name].waits

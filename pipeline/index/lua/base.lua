@@ -40,6 +40,8 @@
 --   begun:STAGE       rows with progress: parked at least once and not committed (likewise). b of the stage points to the progress
 --                     (its columns are not set in s), g has its oldest version and tokens
 --   parked:STAGE      rows with progress that are not leased: they are claimed first
+--   holder:STAGE      row → 'MS WORKER': the worker of this stage, which takes turns with another one, that parked the row for
+--                     it, and so may have keys and values of its tokens; and when the row came back
 --   leases            token → {stage, worker, row ranges, rows not committed, home, ms when it was claimed, owner}. A token is
 --                     128 random bits that the client made. A call with a token must name its owner: '' for the run's own workers
 --   due:STAGE         token → deadline in ms

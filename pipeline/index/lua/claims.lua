@@ -290,16 +290,28 @@ local function take(run, cfg, stage, most, limit, home, patient, t)
   return taken, n, nearest, due
 end
 
+-- In how many ms a parked row that another worker holds may be taken by `worker`; nil: at once.
+local function held_for(run, cfg, stage, row, worker, t)
+  local since, holder = (call('HGET', run .. 'holder:' .. stage.name, row) or ''):match('^(%d+) (.*)')
+  local left = holder and holder ~= worker and tonumber(since) + (cfg.headstart or 0) - t
+  return left and left > 0 and left or nil
+end
+
 -- Parked rows whose group lies below `limit`, in order, at most as many as `most` groups have room for: a row counts as its
--- share of a group. Returns them as ranges, and for how many groups there is room left.
-local function take_parked(run, stage, most, limit)
-  local rows, share, total = {}, 0, 0
+-- share of a group. Rows that another worker holds are left to it for a headstart. Returns the rows as ranges, for how many
+-- groups there is room left, and in how many ms another row can be taken.
+local function take_parked(run, cfg, stage, most, limit, worker, t)
+  local rows, share, total, due = {}, 0, 0, nil
+  local are_held = call('EXISTS', run .. 'holder:' .. stage.name) == 1
   for _, member in ipairs(call('ZRANGE', run .. 'parked:' .. stage.name, 0, -1)) do
     local from, to = ends(member)
     local fixed = read(run, 'f', 8, from, to)
     for row = from, to do
       local group, _, size = unpack_at('<I4I2I2', fixed, 8 * (row - from) + 1)
-      if not limit or group < limit then
+      local left = are_held and held_for(run, cfg, stage, row, worker, t)
+      if left then
+        due = min(due or left, left)
+      elseif not limit or group < limit then
         share = share + 1 / size
         if share > most + 1e-6 then break end
         append(rows, row, row)
@@ -310,7 +322,7 @@ local function take_parked(run, stage, most, limit)
   end
   for i = 1, #rows, 2 do cut(run .. 'parked:' .. stage.name, rows[i], rows[i + 1]) end
   if total > 0 then count(run, 'parked:' .. stage.name, -total) end
-  return rows, floor(max(0, most - share) + 1e-6)
+  return rows, floor(max(0, most - share) + 1e-6), due
 end
 
 -- The rows of claimed groups that this stage has neither committed nor begun.
@@ -353,14 +365,16 @@ define('claim', function(run, a)
   end
   local limit = a.version and gate(run, cfg, a.version)
   if stage.takes == 'groups' and value(run, 'parked:' .. stage.name) > 0 then
-    parked, most = take_parked(run, stage, most, limit)
+    parked, most, due = take_parked(run, cfg, stage, most, limit, a.worker, t)
   end
   if value(run, 'ready:' .. stage.name) < (a.least or 1) then
     taken, n = {}, 0
   elseif stage.takes == 'batch' then
     taken, home = pick_window(run, cfg, stage), 0
   elseif most > 0 then
-    taken, n, home, due = take(run, cfg, stage, most, limit, a.home, patient, t)
+    local headstart
+    taken, n, home, headstart = take(run, cfg, stage, most, limit, a.home, patient, t)
+    due = due and headstart and min(due, headstart) or due or headstart
   end
   if #taken == 0 and #parked == 0 then
     local lease = call('ZRANGE', run .. 'due:' .. stage.name, 0, 0, 'WITHSCORES')
@@ -460,6 +474,23 @@ local function check_progress(run, cfg, stage, rows, made)
   end
 end
 
+-- Notes which worker of `stage` held rows that it parks for the stage `to`, and when those come back that one of `to` held.
+local function note_holders(run, stage, to, worker, rows)
+  local t = now(run)
+  for i = 1, #rows, 2 do
+    for row = rows[i], rows[i + 1] do
+      local holder = to.name ~= to.origin and (call('HGET', run .. 'holder:' .. to.name, row) or ''):match(' (.*)')
+      if stage.name == to.name then
+        if holder then call('HDEL', run .. 'holder:' .. to.name, row) end
+      elseif holder then
+        call('HSET', run .. 'holder:' .. to.name, row, t .. ' ' .. holder)
+      elseif stage.name ~= stage.origin then
+        call('HSET', run .. 'holder:' .. stage.name, row, '0 ' .. worker)
+      end
+    end
+  end
+end
+
 -- {stage, worker, home, token, owner?, to, block, close, mask, rows = {first, last, …}, refs, made}: store what was made of
 -- these rows so far. They leave the lease unfinished, and can be claimed one by one, from this stage or from the one that takes
 -- turns with it (`to`; '': this one); their earlier progress is freed.
@@ -508,6 +539,7 @@ define('park', function(run, a)
   end
   lease[3] = left
   settle(run, a.token, lease, total)
+  note_holders(run, stage, to, a.worker, a.rows)
   make_parked(run, to, a.rows)
   wake_all(run, freed)
   return true

@@ -135,6 +135,9 @@ end
 local function end_progress(run, stage, from, to)
   if stage.takes ~= 'groups' then return end
   if call('EXISTS', run .. 'begun:' .. stage.origin) == 1 then cut(run .. 'begun:' .. stage.origin, from, to) end
+  if call('EXISTS', run .. 'holder:' .. stage.name) == 1 then
+    for row = from, to do call('HDEL', run .. 'holder:' .. stage.name, row) end
+  end
   if call('EXISTS', run .. 'parked:' .. stage.name) == 0 then return end
   local gone = cut(run .. 'parked:' .. stage.name, from, to)
   if gone > 0 then count(run, 'parked:' .. stage.name, -gone) end

@@ -374,6 +374,38 @@ async def test_a_row_may_begin_anew_and_only_the_first_stage_may_cut_tokens_off(
     assert (await claimed(turns, "rollout")).tokens.tolist() == [0]
 
 
+@pytest.mark.parametrize("headstart", [0.0, 0.05, 3600.0])
+async def test_a_row_that_comes_back_is_left_to_the_worker_of_its_last_turn(
+    headstart: float, index: Index, tmp_path: Path
+) -> None:
+    counters = {"published": 0, "trained": 0, "admitted": 0}
+    await index.init(RunConfig(TURNS, 1, 1, 1, 1, headstart=headstart), counters)
+    a, b = (Dock(index, SCHEMA, worker=name, directory=tmp_path, slab=0) for name in "ab")
+    await a.join(ARENA)
+    await b.join(ARENA)
+    await a.admit([(0, 2)], {"prompt": [torch.tensor([1])]})
+    claim = await claimed(a, "environment")
+    await a.park(claim, [0, 1], tokens([7], [8]), generated=[(-1, 0)] * 2, to="rollout")
+    turn = await claimed(a, "rollout")
+    await a.park(turn, [0], tokens([7, 70]), generated=[(0, 1)], to="environment")
+    answer = await claimed(a, "environment")
+    await a.park(answer, [0], tokens([7, 70, 9]), generated=[(0, 1)], to="rollout")
+    await a.park(turn, [1], tokens([8, 80]), generated=[(0, 1)])  # cut: anyone goes on
+    others = await b.claim("rollout", 1, version=0)
+    assert others is not None
+    assert others.rows[-1].place == 1
+    if headstart == 3600:
+        assert await b.claim("rollout", 1, version=0, timeout=0.2) is None
+        mine = await claimed(a, "rollout")
+        assert mine.rows[0].place == 0
+    elif len(others) == 1:  # it comes when the headstart ends, without a wake-up
+        late = await b.claim("rollout", 1, version=0, timeout=60)
+        assert late is not None
+        assert late.rows[0].place == 0
+    await b.close()
+    await a.close()
+
+
 async def test_rows_are_handed_to_the_partner_alone(turns: Dock) -> None:
     await turns.admit([(0, 1)], {"prompt": [torch.tensor([1])]})
     claim = await claimed(turns, "environment")

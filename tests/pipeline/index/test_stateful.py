@@ -107,6 +107,8 @@ class Row:
     state: str = "live"
     progress: Block | None = None  # parked, and not committed: where it lies
     turn: str = ""  # the stage that it was parked for
+    holder: str = ""  # the worker that made its last turn
+    is_back: bool = False  # parked for rollout by the stage that answers turns
 
 
 @dataclass(eq=False)
@@ -135,6 +137,7 @@ class Flow:
         # those that make responses: the first one is offered what is ready
         self.makers = ("environment", "rollout") if turns else ("rollout",)
         self.others = [stage for stage in INNER if stage != "rollout"]
+        self.headstart = rng.choice([0.0, 3600.0])  # it never ends, or there is none
         self.url = url
         self.home = home
         self.plan = plan
@@ -158,6 +161,7 @@ class Flow:
             self.plan.slack,
             self.plan.window,
             self.plan.bound,
+            headstart=self.headstart,
         )
         for worker in WORKERS:
             self.docks[worker] = self.process(worker)
@@ -235,7 +239,13 @@ class Flow:
         waiting = [row for row in self.begun() if row.turn == stage and row.id not in held]
         return sorted(waiting, key=lambda row: row.id)
 
-    def expected(self, stage: str, most: int, version: int | None) -> list[Row]:
+    def left_to_others(self, stage: str, worker: str) -> list[Row]:
+        """Parked rows that ``worker`` leaves to those that made their last turns."""
+        if stage != "rollout" or not self.headstart:
+            return []
+        return [row for row in self.parked(stage) if row.is_back and row.holder != worker]
+
+    def expected(self, stage: str, most: int, version: int | None, worker: str) -> list[Row]:
         """What a claim must bring, in its order."""
         ready = self.ready(stage)
         if self.stages[stage].takes == "rows":
@@ -250,7 +260,8 @@ class Flow:
                 else None
             )
             return [row for group in groups or () for row in self.groups[group]]
-        first = self.parked(stage)
+        others = self.left_to_others(stage, worker)
+        first = [row for row in self.parked(stage) if row not in others]
         if version is not None:  # rollout
             ready = [
                 group for group in ready if self.plan.may_claim(self.effective(group), version)
@@ -339,7 +350,7 @@ class Flow:
         if stage == "update" and self.held(stage):
             return None  # there is one trainer, and it makes one step at a time
         version = self.loaded[worker] if stage == "rollout" else None
-        wanted = self.expected(stage, most, version)
+        wanted = self.expected(stage, most, version, worker)
         others = self.held(stage)
         claim = await self.docks[worker].claim(stage, most, version=version)
         assert [row.id for row in wanted] == [
@@ -485,6 +496,11 @@ class Flow:
             self.let_go(row)
             row.progress = block
             row.turn = to or lease.claim.stage
+            if lease.claim.stage == "rollout":
+                row.holder = lease.worker if row.turn != "rollout" else ""
+                row.is_back = False
+            elif row.turn == "rollout":
+                row.is_back = bool(row.holder)
             row.oldest, row.tokens = generated[slot]
             row.response = written["response"][slot].tolist()
             row.blocks.append(block)

@@ -147,6 +147,7 @@ class ContinuousBatch:
                 break
             group = row.group
             if group in new or self._beginnings.take_prompt(row, self.version):
+                row.cached_tokens = len(group.ids)
                 continue
             longest = max(longest, len(group.ids))
             if new and longest * (len(new) + 1) > self._prefill_tokens:

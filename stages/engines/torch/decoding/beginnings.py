@@ -58,7 +58,9 @@ class Beginnings:
     def join(self, row: ResponseRow) -> None:
         assert row.group.prompt is not None
         if resting := self._resting.of(row):
-            self._decoder.join(row.group.prompt, resting.copied, resting.shared(row))
+            shared = resting.shared(row)
+            self._decoder.join(row.group.prompt, resting.copied, shared)
+            row.cached_tokens += shared
         else:
             self._decoder.join(row.group.prompt)
         self._resting.drop(row)

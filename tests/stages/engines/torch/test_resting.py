@@ -13,6 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from stages.engines.protocols import Begun, Completion, GroupRequest
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.flow.catalogue import OBSERVED
+from stages.rollout.stage import computed_again
 from tests.stages.engines.torch.test_rollout import (
     MODELS,
     SHAPE,
@@ -67,6 +68,14 @@ class Fed:
         return counted
 
 
+def again_of(request: GroupRequest, responses: Responses) -> int:
+    """How many tokens the rollout stage counts as computed again."""
+    return sum(
+        computed_again(len(request.prompt_ids), request.begun[place], done.cached_tokens)
+        for (_, place), done in responses.items()
+    )
+
+
 def assert_right(model: Any, request: GroupRequest, responses: Responses, begin: int = 0) -> None:
     """The tokens of the last turn have the logprobs of transformers' plain forward."""
     for (_, place), done in responses.items():
@@ -106,15 +115,20 @@ async def test_a_further_turn_computes_what_is_new() -> None:
         made = sum(len(done.token_ids) for done in responses.values())
         decoded = made - PLACES
         assert fed.since() == len(first.prompt_ids) + decoded
-        again = await collect(engine.generate([next_turn(kept, responses)]))
+        request = next_turn(kept, responses)
+        again = await collect(engine.generate([request]))
         new = sum(len(done.token_ids) for done in again.values()) - made
         assert fed.since() == new, "the newest token waits for the next turn, as the last one did"
+        assert again_of(request, again) == 0
 
         responses = await collect(engine.generate([first]))
         fed.since()
-        again = await collect(engine.generate([next_turn(first, responses)]))
+        request = next_turn(first, responses)
+        again = await collect(engine.generate([request]))
         new = sum(len(done.token_ids) for done in again.values()) - made
-        assert fed.since() == len(first.prompt_ids) + made + new - PLACES, "all of it"
+        computed = len(first.prompt_ids) + made - PLACES
+        assert fed.since() == computed + new, "all of it"
+        assert again_of(request, again) == computed
 
 
 async def test_a_turn_of_one_token_leaves_nothing_at_rest() -> None:
