@@ -260,7 +260,7 @@ async def turn_times(home: Path, steps: int) -> list[float]:
 async def computed_again(home: Path, workers: int, steps: int) -> dict[str, float]:
     """Return the figures of the trajectories of the recipe `guess` with so many rollout workers."""
     changes = [f"rollout.workers={workers}", f"train.steps={steps}", "evaluate.every=0"]
-    recipe = load_recipe("guess", changes)
+    recipe = load_recipe("recipes/guess.toml", changes)
     totals = RunTotals()
     for event in await executed(recipe, home / f"guess-{workers}"):
         totals.apply(event)
