@@ -453,9 +453,9 @@ FAMILIES = (
     Family(
         COUNTER,
         "run_turns",
-        "Turns of trajectories that were answered, and those that a program went back behind.",
+        "Turns of trajectories that were answered, and branches that programs began.",
         ("what",),
-        _of_trajectories(answered="turns", cut="cut_turns"),
+        _of_trajectories(answered="turns", branches="branches"),
     ),
     Family(
         COUNTER,

@@ -29,7 +29,7 @@ def summarize_trajectories(counts: Mapping[str, float]) -> dict[str, Any]:
     seconds = {name: counts.get(f"{name}_seconds", 0.0) for name in TIMES}
     total = sum(seconds.values())
     names = (
-        *("turns", "cut_turns", "generated_tokens", "observed_tokens", "computed_again_tokens"),
+        *("turns", "branches", "generated_tokens", "observed_tokens", "computed_again_tokens"),
         *("calls", "failed_calls", "replayed", "remade"),
     )
     return {
@@ -65,8 +65,8 @@ def trajectories_text(summary: Mapping[str, Any]) -> str:
         parts.append("time: " + ", ".join(shares))
     if summary["calls"]:
         parts.append(f"{summary['failed_calls']:,} of {summary['calls']:,} tool calls failed")
-    if summary["cut_turns"]:
-        parts.append(f"{summary['cut_turns']:,} turns cut")
+    if summary["branches"]:
+        parts.append(f"{summary['branches']:,} branches")
     if again := summary["replayed"] + summary["remade"]:
         parts.append(f"{again:,} environments opened again")
     return "; ".join(parts)

@@ -150,7 +150,7 @@ class Guard:
         followed = added["turns"] - ended
         if followed >= TRAJECTORIES:
             reason = "turns that another one followed: the program went back behind them"
-            yield from self._share(BRANCHING, added["cut_turns"], followed, reason)
+            yield from self._share(BRANCHING, added["branches"], followed, reason)
 
     def _share(self, rule: Rule, part: int, whole: int, of_what: str) -> Iterator[AlarmEvent]:
         assert rule.limit is not None

@@ -82,10 +82,10 @@ FAILING = Rule(
     limit=0.9,
 )
 BRANCHING = Rule(
-    "cut_turns",
-    "The program changes or leaves out earlier messages in nearly every request, so the turns "
-    "before it are cut off and not trained. Have it append to its messages; look at what its "
-    "framework summarizes, trims or formats anew.",
+    "branches",
+    "The program changes or leaves out earlier messages in nearly every request, so each turn "
+    "begins a branch: it is trained, but costs its whole context again. Have the program append to "
+    "its messages; look at what its framework summarizes, trims or formats anew.",
     limit=0.9,
 )
 TRENDS = (

@@ -38,12 +38,17 @@ class ReferenceJob(Job):
             await server.open()
             size = recipe.algorithm.group_size
             self.control(
-                TeacherReference(server, in_flight=recipe.teacher.in_flight, group_size=size)
+                TeacherReference(
+                    server,
+                    in_flight=recipe.teacher.in_flight,
+                    group_size=size,
+                    schema=self.dock.schema,
+                )
             )
             return
         engine = await asyncio.to_thread(reference_engine, recipe)
         self.resources.callback(engine.close)
-        self.control(Reference(engine))
+        self.control(Reference(engine, self.dock.schema))
 
 
 class StageJob(Job):

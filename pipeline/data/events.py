@@ -282,8 +282,8 @@ class StageEvent(EventData, kind="stage"):
         Doc(
             "Of the environment stage: trajectories that are `open`; and so far `turns` that were "
             "answered, with their `generated_tokens`, and their `engine_seconds`, "
-            "`waiting_seconds` and `environment_seconds`; `cut_turns` that a program went back "
-            "behind; `calls` of tools and `failed_calls`; `observed_tokens`; trajectories that "
+            "`waiting_seconds` and `environment_seconds`; `branches` that programs began as they "
+            "went back; `calls` of tools and `failed_calls`; `observed_tokens`; trajectories that "
             "were `replayed` or `remade` as their environment was gone, and that ended: "
             "`ended_done` by their environment, `ended_turns` at `max_turns`, `ended_tokens` at "
             "`max_tokens`, `ended_truncated` with a turn that was cut, `ended_timeout`, "
@@ -442,7 +442,7 @@ class AlarmEvent(EventData, kind="alarm"):
         str,
         Doc(
             "A number of step events; or `probe_share`, `probe`, `tokenizer`, `dropped_groups`, "
-            "`failed_environments`, `cut_turns`."
+            "`failed_environments`, `branches`."
         ),
     ]
     step: Annotated[

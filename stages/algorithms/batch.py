@@ -20,6 +20,7 @@ from pipeline.data.columns import Packed
 from stages.algorithms.token_batch import TokenBatch
 from stages.flow.catalogue import (
     AGE,
+    BRANCHES,
     MASK,
     OBSERVED,
     OPTIONAL,
@@ -55,8 +56,10 @@ class TrainBatch:
     """The columns that the loss reads of B rows: the share of one rank.
 
     ``batch[name]`` is [B, …] for a column with one value in each row, and [T, …] for a ragged one,
-    row after row. ``row`` int64 [T] is the row of each token; ``is_trained`` bool [T]: whether it
-    is trained on; ``trained`` int64 [B] counts the tokens of each row that are.
+    row after row. ``row`` int64 [T] is the row of each token, ``sequence`` int64 [T] its sequence,
+    counted over the batch: a row is one, or each of its branches, without the tokens that it shares.
+    ``is_trained`` bool [T]: whether it is trained on; ``trained`` int64 [B] counts the tokens of
+    each row that are.
 
     ``total`` adds a tensor up over all ranks, for statistics of the whole train batch.
     ``computed``: ragged columns [T] that the model in training has made.
@@ -72,6 +75,9 @@ class TrainBatch:
         self._responses = ragged(batch, "response_ids")
         self.lengths = self._responses.lengths()
         self.row = torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
+        self.sequence = self.row
+        if BRANCHES in batch and len((branches := ragged(batch, BRANCHES)).values):
+            self.sequence = _sequences(self._responses, branches)
         self.total = total
         self._rows: dict[str, torch.Tensor] = {}
         self._tokens = dict(computed or {})
@@ -161,6 +167,7 @@ class TrainBatch:
         device = logprobs.device
         row = torch.arange(len(numbers)).repeat_interleave(self.lengths[at])
         index = self._responses.indexes(numbers)
+        is_branched = self.sequence is not self.row
         is_trained = self.is_trained[index]
         if not bool(is_trained.all()):
             index = index[is_trained]
@@ -186,7 +193,20 @@ class TrainBatch:
             values=values,
             age=None if self.age is None else self.age[index].to(device),
             weight=None if self.weight is None else self.weight[at][row].to(device),
+            sequence=self.sequence[index].unique(return_inverse=True)[1].to(device)
+            if is_branched
+            else None,
         )
+
+
+def _sequences(responses: Packed, branches: Packed) -> torch.Tensor:
+    """Return int64 [T], the sequence of each response token. ``branches``: the column."""
+    lengths = responses.lengths()
+    firsts = lengths.cumsum(0) - lengths
+    begins = firsts.repeat_interleave(branches.lengths() // 2) + branches.values[::2]
+    starts = torch.zeros(len(responses.values), dtype=torch.int64)
+    starts[torch.cat([firsts[lengths > 0], begins])] = 1
+    return starts.cumsum(0) - 1
 
 
 def ragged(batch: TensorDictBase, name: str, lengths: torch.Tensor | None = None) -> Packed:

@@ -47,6 +47,9 @@ class TokenBatch:
     values: torch.Tensor | None = None
     # int64 [T], index into AGES of each token, where the update stage gives it
     age: torch.Tensor | None = None
+    # int64 [T], which sequence of the micro-batch a token belongs to, where a row has several: its
+    # branches
+    sequence: torch.Tensor | None = None
 
     @property
     def names(self) -> list[str]:
@@ -73,6 +76,18 @@ class TokenBatch:
     def row_sums(self, per_token: torch.Tensor) -> torch.Tensor:
         """Return the sum over each row's tokens, [R]."""
         return per_token.new_zeros(len(self.row_tokens)).index_add(0, self.row, per_token)
+
+    def over_sequences(self, per_token: torch.Tensor, *, mean: bool) -> torch.Tensor:
+        """Return at each token [T] the sum, or the mean, over the tokens of its sequence: of its
+        row, or of its branch alone."""
+        if self.sequence is None:
+            of_sequence, at = self.row_tokens, self.row
+        else:
+            at = self.sequence
+            count = int(at.max()) + 1 if len(at) else 0
+            of_sequence = at.new_zeros(count).index_add(0, at, at.new_ones(len(at)))
+        sums = per_token.new_zeros(len(of_sequence)).index_add(0, at, per_token)
+        return (sums / of_sequence if mean else sums)[at]
 
     def behaviour_gap(self) -> dict[str, torch.Tensor]:
         """Return the differences of the trainer's logprobs from those that the rollout engine

@@ -87,6 +87,7 @@ class Begun:
     Of a response with several turns it also has what an environment has added between them: tokens
     of version OBSERVED, with a logprob of 0. The first ``turn_start`` tokens are those before the
     turn to be continued: ``max_tokens`` does not count them, and no stop string is looked for there.
+    ``aside``: tokens that the response has in other branches, which its random numbers count.
     """
 
     token_ids: torch.Tensor  # int64 [T], T >= 1
@@ -95,6 +96,7 @@ class Begun:
     # uint8 or int16 [P + T - 1, layers * top-k], where the run has the column
     routed_experts: torch.Tensor | None = None
     turn_start: int = 0
+    aside: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,10 @@ class GroupRequest:
     def turn_start(self, place: int) -> int:
         """Return how many tokens the response at ``place`` had before its present turn."""
         return self.begun[place].turn_start if place in self.begun else 0
+
+    def aside(self, place: int) -> int:
+        """Return how many tokens the response at ``place`` has in other branches."""
+        return self.begun[place].aside if place in self.begun else 0
 
     def limit(self, place: int) -> int:
         """Return how many tokens the response at ``place`` may have at the end of its turn."""

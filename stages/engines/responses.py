@@ -26,7 +26,7 @@ class ResponseInProgress:
     """The response at ``place`` of ``request``: all its tokens so far.
 
     The first ``begun`` are of earlier requests, the first ``turn_start`` of them of earlier turns.
-    At ``limit`` tokens its turn ends.
+    At ``limit`` tokens its turn ends. Random numbers count ``aside`` tokens more.
     """
 
     def __init__(self, request: GroupRequest, place: int) -> None:
@@ -39,6 +39,7 @@ class ResponseInProgress:
         self.begun = len(self.tokens)
         self.turn_start = request.turn_start(place)
         self.limit = request.limit(place)
+        self.aside = request.aside(place)
         self.cached_tokens = 0  # of the prompt and of earlier requests
         self.begun_routing = begun.routed_experts if begun else None
         self.routing: list[torch.Tensor] = []  # [n, layers * top-k] of the fed tokens after those

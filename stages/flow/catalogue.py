@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from stages.flow.declarations import IN_TRAINING, AlgorithmDeclaration, Columns, StageDeclaration
+
+if TYPE_CHECKING:
+    from pipeline.data.columns import Schema
 
 SOURCE = "source"
 CREDIT = "advantage"
@@ -34,14 +37,16 @@ OBSERVED = -1
 # row's loss. And the experts that the rollout's routers chose, which the trainer's then follow: of
 # each fed token (the prompt's, and the response's but its last) the numbers of its experts, layer
 # by layer. Of the type expert_type() says. And which rows are trained at all, where loss_mask says
-# which tokens the policy has generated.
+# which tokens the policy has generated. And where the branches of a row begin, and what of it they
+# share (stages/branches.py); empty for a row whose tokens follow one another.
 OPTIONAL: Columns = {
     "loss_mask": "bool ragged",
     "row_weight": "float32",
     "routed_experts": "",
     "row_mask": "bool",
+    "branches": "int64 ragged",
 }
-MASK, WEIGHT, ROUTED, ROW_MASK = OPTIONAL
+MASK, WEIGHT, ROUTED, ROW_MASK, BRANCHES = OPTIONAL
 # Of a row with turns of the policy and observations between them: which tokens are generated; the
 # first token of each turn, as an index of response_ids; the reward of each turn; and its seconds,
 # the TIMES one after the other: in the engine, waiting for a stage, in the environment, whose
@@ -51,8 +56,9 @@ TRAJECTORY: Columns = {
     "turn_starts": "int64 ragged",
     "turn_reward": "float32 ragged",
     "turn_seconds": "float32 ragged",
+    BRANCHES: OPTIONAL[BRANCHES],
 }
-_, TURN_STARTS, TURN_REWARD, TURN_SECONDS = TRAJECTORY
+_, TURN_STARTS, TURN_REWARD, TURN_SECONDS, _ = TRAJECTORY
 TIMES = ("engine", "waiting", "environment")
 # Of one that has ended: the reward that its environment gave (NaN: none), and why it has ended, as
 # stages/trajectories/progress.py numbers the reasons.
@@ -138,7 +144,11 @@ def catalogue(
         StageDeclaration(
             "reference",
             "groups",
-            {"prompt_ids": "int64 ragged", "response_ids": "int64 ragged"},
+            {
+                "prompt_ids": "int64 ragged",
+                "response_ids": "int64 ragged",
+                **({BRANCHES: OPTIONAL[BRANCHES]} if environment else {}),
+            },
             {"ref_logprobs": "float32 ragged"},
             "frozen model",
         ),
@@ -199,6 +209,11 @@ def made_in_training(algorithm: AlgorithmDeclaration) -> set[str]:
     stage or ``prepare`` computes."""
     computed = (name for name, by in algorithm.scores.items() if by in IN_TRAINING)
     return {STALENESS, TOKEN_STALENESS, *computed, *algorithm.prepare_makes}
+
+
+def scored_columns(schema: Schema) -> tuple[str, ...]:
+    """Return the columns of the run's ``schema`` of which models compute scores."""
+    return "prompt_ids", "response_ids", *([BRANCHES] if BRANCHES in schema else [])
 
 
 def update_stage(algorithm: AlgorithmDeclaration) -> StageDeclaration:

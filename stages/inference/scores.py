@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator
 
 from tensordict import TensorDict
 
+from pipeline.data.columns import Schema
 from pipeline.index.client import Claim
 from pipeline.worker.controller import Stage
 from pipeline.worker.outputs import Output, Written
 from stages.engines.protocols import TrainEngine
-from stages.flow.catalogue import CRITIC
+from stages.flow.catalogue import CRITIC, scored_columns
 from stages.flow.groups import GROUPS_AT_ONCE
-from stages.training.critic import CriticRank, CriticWorker
+from stages.training.critic import CriticWorker
 from stages.training.ranks import train_batch
 
 
@@ -23,10 +24,10 @@ class Reference(Stage):
     """Claims one group at a time, so that bits do not depend on which groups came together."""
 
     name = "reference"
-    fetches: tuple[str, ...] = ("prompt_ids", "response_ids")
 
-    def __init__(self, engine: TrainEngine) -> None:
+    def __init__(self, engine: TrainEngine, schema: Schema) -> None:
         self.engine = engine
+        self.fetches = scored_columns(schema)
 
     def room(self, held: int) -> int:
         return 0 if held else 1
@@ -45,10 +46,10 @@ class Values(Stage):
     """
 
     name = CRITIC
-    fetches = CriticRank.fetches
 
     def __init__(self, critic: CriticWorker) -> None:
         self.critic = critic
+        self.fetches = scored_columns(critic.dock.schema)
         self.may_begin = False
 
     def room(self, held: int) -> int:

@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import aiohttp
@@ -24,11 +25,13 @@ import stamina
 import torch
 from tensordict import TensorDict
 
-from pipeline.data.columns import plain_values
+from pipeline.data.columns import Schema, plain_values
 from pipeline.index.client import Claim
 from pipeline.problems import Fatal, Problem, ProblemError
 from pipeline.worker.controller import Stage
 from pipeline.worker.outputs import Output, Written
+from stages.branches import branches_of
+from stages.flow.catalogue import scored_columns
 from stages.model.load import Tokenizer
 
 SAMPLE = "What is 3 + 4? be=bbbb"  # that both tokenizers must split in the same way
@@ -276,18 +279,35 @@ class TeacherReference(Stage):
     ``in_flight`` at a time."""
 
     name = "reference"
-    fetches: tuple[str, ...] = ("prompt_ids", "response_ids")
 
-    def __init__(self, server: TeacherServer, *, in_flight: int, group_size: int) -> None:
+    def __init__(
+        self,
+        server: TeacherServer,
+        *,
+        in_flight: int,
+        group_size: int,
+        schema: Schema,
+    ) -> None:
         self.server = server
+        self.fetches = scored_columns(schema)
         self._most_rows = in_flight * group_size
 
     def room(self, held: int) -> int:
         return int(held < self._most_rows)  # a claim of one group each, which run at the same time
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        prompts, responses = (plain_values(rows[name]) for name in self.fetches)
-        logprobs = await self.server.logprobs(list(zip(prompts, responses, strict=True)))
+        columns = [plain_values(rows[name]) for name in self.fetches]
+        if len(columns) == 2:
+            columns.append([[]] * len(claim))
+        asked, counts = [], []
+        for prompt, response, branches in zip(*columns, strict=True):
+            tree = branches_of(branches, len(response))
+            counts.append(len(tree))
+            for branch in tree:
+                path = [response[place] for place in branch.path()]
+                asked.append((prompt + path[: branch.depth], path[branch.depth :]))
+        parts = iter(await self.server.logprobs(asked))
+        logprobs = [torch.cat([*islice(parts, count)]) for count in counts]
         yield Written(
             range(len(claim)), rows={"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum())
         )

@@ -41,13 +41,21 @@ from stages.engines.protocols import (
     RolloutEngine,
     SamplingParams,
 )
-from stages.flow.catalogue import OBSERVED, ROUTED, TIMES, TURN_REWARD, TURN_SECONDS, TURN_STARTS
+from stages.flow.catalogue import (
+    BRANCHES,
+    OBSERVED,
+    ROUTED,
+    TIMES,
+    TURN_REWARD,
+    TURN_SECONDS,
+    TURN_STARTS,
+)
 
 # columns that a cut response is parked with
 PROGRESS = ("response_ids", "rollout_logprobs", "versions")
 # of a trajectory: where its turns begin, the present one last, the environment's rewards so far,
-# and the seconds of the turns
-TURNS = (TURN_STARTS, TURN_REWARD, TURN_SECONDS)
+# the seconds of the turns, and its branches
+TURNS = (TURN_STARTS, TURN_REWARD, TURN_SECONDS, BRANCHES)
 
 # times the mean length of so many responses: a straggler is parked after these tokens
 STRAGGLER = 4
@@ -118,13 +126,15 @@ class Rollout(Stage):
         positions = {(row.group, row.place): i for i, row in enumerate(claim.rows)}
         prompts = Packed.of(rows["prompt_ids"]).rows()
         begun, turns = await self._begun(claim, prompts)
+        paths = _paths(begun, turns)
         requests = []
         params = replace(self.params, budget=self._budget())
         for group, members in groupby(claim.rows, key=lambda row: row.group):
             rows_of = [(row.place, positions[group, row.place]) for row in members]
             prompt = prompts[rows_of[0][1]].clone()
             seed = group_seed(self.seed, group)
-            progress = {place: begun[at] for place, at in rows_of if at in begun}
+            progress = {place: paths.get(at, begun[at]) for place, at in rows_of if at in begun}
+            progress = {place: path for place, path in progress.items() if len(path.token_ids)}
             wanted = tuple(place for place, _ in rows_of)
             requests.append(
                 GroupRequest(group, wanted, prompt, params, seed, progress, self._continues)
@@ -140,13 +150,17 @@ class Rollout(Stage):
                     self._together and None not in news and len(news) < missing
                 ):
                     news.append(await ended.get())
-                together = [completion for completion in news if completion is not None]
+                together = [
+                    _whole(completion, positions, begun, paths)
+                    for completion in news
+                    if completion is not None
+                ]
                 missing -= len(together)
                 self._lengths.extend(
                     len(done.token_ids) for done in together if done.finish_reason != "cut"
                 )
                 self._computed_again += sum(
-                    computed_again(len(prompts[at]), begun[at], done.cached_tokens)
+                    computed_again(len(prompts[at]), paths.get(at, begun[at]), done.cached_tokens)
                     for done in together
                     if (at := positions[done.group, done.place]) in begun
                 )
@@ -238,6 +252,33 @@ def computed_again(prompt_tokens: int, begun: Begun, cached_tokens: int) -> int:
     version, observed = begun.versions[-1]
     new = 1 + (observed if version == OBSERVED else 0)
     return max(0, prompt_tokens + len(begun.token_ids) - cached_tokens - new)
+
+
+def _paths(
+    begun: Mapping[int, Begun], turns: Mapping[int, Mapping[str, torch.Tensor]]
+) -> dict[int, Begun]:
+    """Return the tokens that the next turn follows, by position, of rows with branches."""
+    branched = {at: row[BRANCHES].tolist() for at, row in turns.items() if len(row[BRANCHES])}
+    if not branched:
+        return {}
+    from stages.rollout.branches import along_path
+
+    return {at: along_path(begun[at], branches) for at, branches in branched.items()}
+
+
+def _whole(
+    completion: Completion,
+    positions: Mapping[tuple[int, int], int],
+    begun: Mapping[int, Begun],
+    paths: Mapping[int, Begun],
+) -> Completion:
+    """Return ``completion`` with the tokens that its row has in other branches."""
+    at = positions[completion.group, completion.place]
+    if at not in paths:
+        return completion
+    from stages.rollout.branches import joined
+
+    return joined(completion, begun[at], paths[at].aside)
 
 
 def group_seed(seed: int, group: int) -> int:

@@ -31,7 +31,7 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.protocols import UndoableEngine
-from stages.flow.catalogue import TOKEN_STALENESS
+from stages.flow.catalogue import TOKEN_STALENESS, scored_columns
 from stages.training.ranks import RankGroup, RankWorker, train_batch
 from stages.weights.documents import CRITIC_ANSWERS, CRITIC_ORDERS, CRITIC_SAVED
 
@@ -194,11 +194,10 @@ class CriticRank(RankWorker):
     """Carries out the orders of a critic's rank 0 on another rank."""
 
     engine: CriticEngine
-    fetches: tuple[str, ...] = ("prompt_ids", "response_ids")  # of which values are computed
 
     async def do(self, order: Mapping[str, Any]) -> None:
         if order["do"] != "values":
             return await super().do(order)
         claim = Claim("", order["claim"]["token"], order["claim"])
-        rows = await self.dock.fetch(claim, self.fetches)
+        rows = await self.dock.fetch(claim, scored_columns(self.dock.schema))
         await asyncio.to_thread(self.engine.values, train_batch(claim, rows))

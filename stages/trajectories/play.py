@@ -12,6 +12,8 @@ from dataclasses import replace
 import torch
 
 from stages.engines.protocols import Begun, GroupRequest, RolloutEngine
+from stages.rollout.branches import along_path, joined
+from stages.trajectories.progress import Progress
 from stages.trajectories.trajectory import Episode
 
 Episodes = Mapping[tuple[int, int], Episode]  # by group and place
@@ -43,6 +45,9 @@ async def make_turns(
     async with aclosing(engine.generate(turns)) as completions:  # type: ignore[type-var]
         async for completion in completions:
             progress = episodes[completion.group, completion.place].progress
+            if progress.branches:
+                row = _row(progress)
+                completion = joined(completion, row, along_path(row, progress.branches).aside)
             progress.token_ids = completion.token_ids.tolist()
             progress.logprobs = completion.logprobs.tolist()
             progress.versions = [*completion.versions]
@@ -54,14 +59,21 @@ def _next_turn(request: GroupRequest, episodes: Episodes) -> GroupRequest:
     group = request.group
     places = tuple(place for place in request.places if (group, place) in episodes)
     trajectories = {place: episodes[group, place].progress for place in places}
-    begun = {
-        place: Begun(
-            torch.tensor(progress.token_ids),
-            torch.tensor(progress.logprobs),
-            tuple(progress.versions),
-            turn_start=progress.turn_starts[-1],
-        )
+    begun = {place: _row(progress) for place, progress in trajectories.items()}
+    begun |= {
+        place: along_path(begun[place], progress.branches)
         for place, progress in trajectories.items()
-        if progress.token_ids
+        if progress.branches
     }
+    begun = {place: row for place, row in begun.items() if len(row.token_ids)}
     return replace(request, places=places, begun=begun)
+
+
+def _row(progress: Progress) -> Begun:
+    """Return all tokens of a trajectory that is at a turn."""
+    return Begun(
+        torch.tensor(progress.token_ids, dtype=torch.int64),
+        torch.tensor(progress.logprobs),
+        tuple(progress.versions),
+        turn_start=progress.turn_starts[-1],
+    )

@@ -5,6 +5,7 @@
     versions              -1         v          -1        v'         -1      run-length encoded
     rollout_logprobs       0        logprob     0       logprob      0
     turn_starts                     ^                    ^                   the present turn last
+    branches                                                                 empty, unless its program goes back
 
 While it goes on, the row is parked with these columns (but for the mask, which the versions say).
 """
@@ -14,14 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import pairwise
+from itertools import chain, pairwise, takewhile
 from typing import Any
 
 import torch
 
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock, Rows
+from stages.branches import Branch, branches_of, shared_until
 from stages.flow.catalogue import (
+    BRANCHES,
     DROPPED_ENDING,
     MASK,
     OBSERVED,
@@ -38,6 +41,7 @@ PARKED = (
     TURN_STARTS,
     TURN_REWARD,
     TURN_SECONDS,
+    BRANCHES,
     "truncated",
 )
 
@@ -59,7 +63,8 @@ class Progress:
     """The tokens of a trajectory so far: ``token_ids``, and of each its logprob (0 of an
     observation). ``versions``: run-length encoded, OBSERVED of observations. ``turn_starts``: where
     each turn begins. ``turn_reward``: of each turn that was answered; NaN: none. ``turn_seconds``:
-    the TIMES of each turn. ``truncated``: the last turn was cut at its longest."""
+    the TIMES of each turn. ``branches``: the column. ``truncated``: the last turn was cut at its
+    longest."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -67,14 +72,53 @@ class Progress:
     turn_starts: list[int] = field(default_factory=list)
     turn_reward: list[float] = field(default_factory=list)
     turn_seconds: list[float] = field(default_factory=list, compare=False)
+    branches: list[int] = field(default_factory=list)
     truncated: bool = False
 
-    def observe(self, token_ids: Sequence[int]) -> None:
-        """Append an observation."""
+    def observe(self, token_ids: Sequence[int], after: int | None = None) -> int:
+        """Append an observation. ``after``: so many turns; where others have followed these, a
+        branch begins with the first token that no path has. Return how many tokens are new."""
+        if after is not None and after < len(self.turn_starts):
+            token_ids = self._fork(token_ids, after)
         if token_ids:
             self.token_ids += token_ids
             self.logprobs += [0.0] * len(token_ids)
             self.versions.append((OBSERVED, len(token_ids)))
+        return len(token_ids)
+
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Append tokens that the policy has generated."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.versions.append((version, len(token_ids)))
+
+    def _fork(self, token_ids: Sequence[int], after: int) -> Sequence[int]:
+        """Begin a branch with ``token_ids`` behind the turn before turn ``after``. Return those
+        that are new: other paths may go on with the first ones."""
+        tree = self.tree()
+        fork = self.turn_starts[after - 1] + len(self.turns[after - 1]) if after else 0
+        before = [*chain(*shared_until(tree, fork))] if fork else []
+        wanted = [*(self.token_ids[place] for place in before), *token_ids]
+        common = len(before)
+        for branch in tree:
+            path = branch.path()
+            pairs = zip(wanted, path, strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == self.token_ids[pair[1]], pairs))
+            if same > common:
+                fork = path[same - 1] + 1
+                common = same
+        self.branches += (len(self.token_ids), fork)
+        return wanted[common:]
+
+    def tree(self) -> list[Branch]:
+        """Return its branches."""
+        return branches_of(self.branches, len(self.token_ids))
+
+    def context(self, turn: int) -> list[int]:
+        """Return the tokens that stand before a turn, as places in ``token_ids``."""
+        start = self.turn_starts[turn]
+        branch = [each for each in self.tree() if each.begin <= start][-1]
+        return branch.path(start)
 
     def begin_turn(self, opening_seconds: float = 0.0) -> None:
         """``opening_seconds``: of the environment's opening before it."""
@@ -88,20 +132,6 @@ class Progress:
         ``environment``."""
         engine, _, opening = self.turn_seconds[-len(TIMES) :]
         self.turn_seconds[-2:] = away - engine, opening + environment
-
-    def cut(self, turns: int) -> None:
-        """Leave the first ``turns`` and what was before them."""
-        end = self.turn_starts[turns - 1] + len(self.turns[turns - 1]) if turns else 0
-        del self.token_ids[end:], self.logprobs[end:]
-        del self.turn_starts[turns:], self.turn_reward[turns:]
-        del self.turn_seconds[len(TIMES) * turns :]
-        versions = []
-        for version, count in self.versions:
-            versions.append((version, min(count, end)))
-            end -= count
-            if end <= 0:
-                break
-        self.versions = [(version, count) for version, count in versions if count]
 
     @property
     def turns(self) -> list[list[int]]:
@@ -142,6 +172,7 @@ async def parked_progress(dock: Dock, claim: Claim) -> dict[int, Progress]:
             turn_starts=columns[TURN_STARTS][number],
             turn_reward=columns[TURN_REWARD][number],
             turn_seconds=columns[TURN_SECONDS][number],
+            branches=columns[BRANCHES][number],
             truncated=truncated[number],
         )
         for number, position in enumerate(positions)
@@ -157,6 +188,7 @@ def parked_columns(trajectories: Sequence[Progress]) -> dict[str, Any]:
         TURN_STARTS: [torch.tensor(each.turn_starts, dtype=torch.int64) for each in trajectories],
         TURN_REWARD: [torch.tensor(each.turn_reward) for each in trajectories],
         TURN_SECONDS: [torch.tensor(each.turn_seconds) for each in trajectories],
+        BRANCHES: [torch.tensor(each.branches, dtype=torch.int64) for each in trajectories],
         "truncated": torch.tensor([each.truncated for each in trajectories]),
     }
 
@@ -165,6 +197,9 @@ def ended_columns(
     trajectories: Sequence[Progress], rewards: Iterable[float], endings: Iterable[Ending]
 ) -> Rows:
     """Return all columns of ``trajectories`` that have ended. ``rewards``: NaN of one without."""
+    for each in trajectories:
+        if each.branches[-2:-1] == [len(each.token_ids)]:  # it ended before the branch's first turn
+            del each.branches[-2:]
     return {
         **parked_columns(trajectories),
         MASK: [torch.tensor(each.mask(), dtype=torch.bool) for each in trajectories],

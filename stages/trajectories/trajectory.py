@@ -64,16 +64,15 @@ class EnvironmentUnusable(Fatal, RuntimeError):
 class Opened:
     """An environment that was opened here for a trajectory of ``group``. ``key``: another one each
     time that it is opened, so that a call of a lost lease never meets a later one. ``began``: by the
-    monotonic clock. ``answered``: how many of the row's turns the environment was given; ``steps``:
-    with those that were cut off since. ``wants_tokens``: it is given their tokens. ``asked``: when
-    the policy was asked for the present turn; NaN: before the environment was opened here."""
+    monotonic clock. ``answered``: how many of the row's turns the environment was given.
+    ``wants_tokens``: it is given their tokens. ``asked``: when the policy was asked for the present
+    turn; NaN: before the environment was opened here."""
 
     group: int
     key: str
     began: float
     writer: Writer
     answered: int = 0
-    steps: int = 0
     wants_tokens: bool = False
     asked: float = math.nan
 
@@ -81,12 +80,12 @@ class Opened:
 @dataclass
 class Figures:
     """What a process has seen of trajectories. ``endings``: trajectories by why they have ended.
-    ``remade``: those that began again because their environment was gone. ``cut_turns``: those that a
-    program went back behind. The tokens and seconds are those of the turns that were answered; what
+    ``remade``: those that began again because their environment was gone. ``branches``: how often a
+    program went back behind turns. The tokens and seconds are those of the turns that were answered; what
     of them was waiting is not known after a restart."""
 
     turns: int = 0
-    cut_turns: int = 0
+    branches: int = 0
     calls: int = 0
     failed_calls: int = 0
     generated_tokens: int = 0
@@ -235,18 +234,14 @@ class Episode:
         self._live().asked = time.monotonic()
 
     def _write(self, reply: Reply) -> None:
-        """Append what ``reply`` adds; a program that goes on from an earlier point cuts off the
-        turns after it."""
+        """Append what ``reply`` adds; a program that goes on from an earlier point begins a
+        branch."""
         progress = self.progress
         seen = self.shared.seen
         opened = self._live()
-        turns, token_ids = opened.writer.write(reply, progress.turns)
-        if turns < len(progress.turn_starts):
-            seen.cut_turns += len(progress.turn_starts) - turns
-            progress.cut(turns)
-        progress.observe(token_ids)
-        seen.observed_tokens += len(token_ids)
-        opened.answered = turns
+        after, token_ids = opened.writer.write(reply, progress.turns)
+        seen.branches += after < len(progress.turn_starts)
+        seen.observed_tokens += progress.observe(token_ids, after)
         opened.wants_tokens = reply.request is not None and reply.request.wants_tokens
 
     async def _open(self, began: float | None = None) -> Reply:
@@ -285,16 +280,20 @@ class Episode:
         reply = await self._open(began)
         progress = self.progress
         turns = progress.turns
-        end = 0  # of what was compared
+        again = Progress()
         for number, (begin, turn_ids) in enumerate(zip(progress.turn_starts, turns, strict=True)):
             if reply.done:
                 return False
-            observed = self._live().writer.write(reply, turns[:number])
-            if observed != (number, progress.token_ids[end:begin]):  # it says something else now
-                return False
+            end = len(again.token_ids)
+            after, token_ids = self._live().writer.write(reply, turns[:number])
+            again.observe(token_ids, after)
+            branches = progress.branches[: len(again.branches)]
+            if (again.token_ids[end:], again.branches) != (progress.token_ids[end:begin], branches):
+                return False  # it says something else now
+            again.begin_turn()
+            again.append(turn_ids, [0.0] * len(turn_ids), 0)
             if number < len(turns) - 1:
                 reply = await self._step(turn_ids, number)
-            end = begin + len(turn_ids)
         self.shared.seen.replayed += 1
         return True
 
@@ -302,7 +301,6 @@ class Episode:
         """Give the environment a turn: a truncated one is the last one."""
         opened = self._live()
         opened.answered += 1
-        opened.steps += 1
         last = number == len(self.progress.turn_starts) - 1
         self.turn = turn = opened.writer.turn(turn_ids, self.progress.truncated and last, number)
         dialogue = self.shared.dialogue
@@ -318,11 +316,12 @@ class Episode:
         progress = self.progress
         begin = progress.turn_starts[number]
         token_ids = progress.turns[number]
-        tokens = TurnTokens(len(prompt_ids) + begin, len(token_ids))
+        context = progress.context(number)
+        tokens = TurnTokens(len(prompt_ids) + len(context), len(token_ids))
         if not is_wanted:
             return tokens
         logprobs = progress.logprobs[begin : begin + len(token_ids)]
-        before = [*prompt_ids, *progress.token_ids[:begin]]
+        before = [*prompt_ids, *(progress.token_ids[place] for place in context)]
         return replace(tokens, prompt_ids=before, token_ids=token_ids, logprobs=logprobs)
 
     async def _answer(self) -> None:
@@ -364,7 +363,7 @@ class Episode:
         if self.progress.truncated:
             return Ending.TRUNCATED
         assert self.opened is not None
-        if self.opened.steps >= self.shared.limits.max_turns:
+        if self.opened.answered >= self.shared.limits.max_turns:
             return Ending.TURNS
         return Ending.TIMEOUT if self.shared.is_overdue(self.opened) else None
 

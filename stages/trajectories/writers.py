@@ -4,12 +4,14 @@ a class      messages ─────────────▶ the tokens of t
 a program    its whole conversation ─▶ what is new after the longest beginning of it that ends with a turn
                                          ├ the last turn: nothing was changed
                                          └ an earlier one: the program has left out or changed messages, and
-                                           the turns after it are cut off
+                                           begins a branch there
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 from stages.environments.dialogue.interface import Dialogue
@@ -21,8 +23,9 @@ class Writer(Protocol):
     """Writes one trajectory, reply by reply and turn by turn."""
 
     def write(self, reply: Reply, turns: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
-        """Return after how many of ``turns``, the tokens of each, ``reply`` goes on, and the tokens
-        of what stands between that turn and the next. Raises EnvironmentFailed."""
+        """Return behind which of ``turns``, the tokens of each, ``reply`` goes on, counted from 1
+        (0: behind the prompt), and the tokens of what stands between that turn and the next. Raises
+        EnvironmentFailed."""
 
     def turn(self, token_ids: Sequence[int], truncated: bool, number: int) -> Turn:
         """Return the turn ``number`` as the environment gets it."""
@@ -43,48 +46,68 @@ class AppendingWriter:
         return self._dialogue.turn(token_ids, truncated, number)
 
 
+@dataclass
+class _Spoken:
+    """What a request adds to the conversation after so many turns, and the turn that answers it."""
+
+    after: int
+    messages: list[Message]
+    tools: Sequence[Tool]
+
+
 class RequestWriter:
     """Writes the trajectory of a program."""
 
     def __init__(self, dialogue: ProgramDialogue) -> None:
         self._program = dialogue
-        self._messages = list[Message]()  # of the last request, and its turn
-        self._tools: Sequence[Tool] = ()
+        self._spoken = list[_Spoken]()  # by turn; the last one may not be answered yet
         self._lengths = list[int]()  # of the conversation after each turn, in messages
 
     def write(self, reply: Reply, turns: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
         request = reply.request
         if request is None:
             raise EnvironmentFailed("a program's reply has no request")
-        turns_kept = self._turns_kept(request)
-        if turns_kept:
-            new = request.messages[self._lengths[turns_kept - 1] :]
+        after = self._after(request)
+        if after:
+            new = request.messages[self._lengths[after - 1] :]
             dialogue = self._program.with_tools(request.tools)
-            ids = dialogue.continuation(turns[turns_kept - 1], new)
+            ids = dialogue.continuation(turns[after - 1], new)
         else:
+            new = request.messages
             ids = self._program.after_prefix(request.messages, request.tools)
-        self._messages = list(request.messages)
-        self._tools = request.tools
-        del self._lengths[turns_kept:]
-        return turns_kept, ids
+        self._spoken.append(_Spoken(after, [*new], request.tools))
+        return after, ids
 
     def turn(self, token_ids: Sequence[int], truncated: bool, number: int) -> Turn:
-        turn = self._program.with_tools(self._tools).turn(token_ids, truncated, number)
-        self._messages.append(turn.message)
-        self._lengths.append(len(self._messages))
+        spoken = self._spoken[-1]
+        turn = self._program.with_tools(spoken.tools).turn(token_ids, truncated, number)
+        spoken.messages.append(turn.message)
+        before = self._lengths[spoken.after - 1] if spoken.after else 0
+        self._lengths.append(before + len(spoken.messages))
         return turn
 
-    def _turns_kept(self, request: Request) -> int:
-        """Return how many turns ``request`` has as they were, with all that was before them."""
-        if list(request.tools) != list(self._tools):
-            return 0
-        pairs = zip(self._messages, request.messages, strict=False)
-        unchanged_messages = 0
-        for before, now in pairs:
-            if not is_alike(before, now):
-                break
-            unchanged_messages += 1
-        return sum(length <= unchanged_messages for length in self._lengths)
+    def _after(self, request: Request) -> int:
+        """Return behind which turn ``request`` goes on, counted from 1: the one with the longest
+        conversation that it begins with, of equal ones the last; 0: it begins anew."""
+        fits = [
+            number
+            for number, length in enumerate(self._lengths, 1)
+            if length <= len(request.messages)
+        ]
+        for number in sorted(fits, key=lambda number: (-self._lengths[number - 1], -number)):
+            if list(self._spoken[number - 1].tools) == list(request.tools) and all(
+                map(is_alike, self._conversation(number), request.messages)
+            ):
+                return number
+        return 0
+
+    def _conversation(self, number: int) -> list[Message]:
+        """Return the conversation that ends with turn ``number``, counted from 1."""
+        parts = list[list[Message]]()
+        while number:
+            parts.append(self._spoken[number - 1].messages)
+            number = self._spoken[number - 1].after
+        return [*chain(*reversed(parts))]
 
 
 def is_alike(before: Message, now: Message) -> bool:

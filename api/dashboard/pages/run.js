@@ -153,7 +153,7 @@ export class RunPage {
       plot(
         "Variety",
         [line("distinct responses", "distinct_responses", 1, optional), line("equal groups", "equal_groups", 2, optional)],
-        { note: "shares", floor: true, alarms: ["distinct_responses", "equal_groups", "dropped_groups", "failed_environments", "cut_turns"] },
+        { note: "shares", floor: true, alarms: ["distinct_responses", "equal_groups", "dropped_groups", "failed_environments", "branches"] },
       ),
       plot("Response length", [line("mean", "response_length_mean", 1)], { note: "tokens", floor: true, alarms: ["response_length_mean"] }),
       plot("Gradient norm", [line("before clipping", "grad_norm", 1)], { floor: true, alarms: ["grad_norm"] }),
@@ -288,7 +288,7 @@ export class RunPage {
     const ended = Object.entries(counts).reduce((sum, [name, many]) => sum + (name.startsWith("ended_") ? many : 0), 0);
     const times = ["engine", "waiting", "environment"].map((name) => counts[`${name}_seconds`] ?? 0);
     const spent = times.reduce((sum, each) => sum + each, 0);
-    const lost = [["failed_calls", "tool calls failed"], ["cut_turns", "turns cut"], ["ended_failed", "failed"], ["ended_dropped", "dropped"]];
+    const lost = [["failed_calls", "tool calls failed"], ["branches", "branches"], ["ended_failed", "failed"], ["ended_dropped", "dropped"]];
     say(value, ended ? fixed(counts.turns / ended, 1) : "–");
     const words = [`${count(ended)} ended`, spent ? `${percent(times[2] / spent)} of their time in environments` : "", ...lost.map(([name, what]) => (counts[name] ? `${count(counts[name])} ${what}` : ""))];
     say(more, words.filter(Boolean).join(", "));

@@ -43,7 +43,7 @@ def environment_goes_with_the_rest(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "evaluate.every", reason, "set evaluate.every = 0")
 
 
-@check("environment", "reward.functions")
+@check("environment", "reward.functions", "train.engine", "external.stages")
 def environment_is_sound(recipe: Recipe) -> Iterator[Problem]:
     """Import the classes, and make one of each."""
     section = recipe.environment
@@ -55,12 +55,24 @@ def environment_is_sound(recipe: Recipe) -> Iterator[Problem]:
     except CodeUnusable as unusable:
         yield from unusable.problems
         return
+    if any(declaration.requests for declaration in declared.values()):
+        yield from _branches_are_trained(recipe)
     if any(function.name == REWARD for function in recipe.reward.functions):
         for name, declaration in declared.items():
             if not declaration.gives_reward:
                 fix = "write get_reward(), or gives_reward = True and rewards in what step returns"
                 reason = f"gives no reward, which reward function {REWARD!r} returns"
                 yield Problem("environment.use", section.uses[name], reason, fix)
+
+
+def _branches_are_trained(recipe: Recipe) -> Iterator[Problem]:
+    """A program may go back; engines that are not the product's do not know branches."""
+    reason = "does not know the branches of programs (docs/agents.md#branches)"
+    if recipe.train.engine not in ("torch", "mock"):
+        yield problem(recipe, "train.engine", reason, "use 'torch', or a class as the environment")
+    if outside := sorted({"update", "reference"} & {*recipe.external.stages}):
+        fix = "take it out, or use a class as the environment"
+        yield Problem("external.stages", outside, f"{outside[0]!r} outside {reason}", fix)
 
 
 @machine_check("environment", "model.source", "prompts")

@@ -329,10 +329,7 @@ def at_level(log_ratio: torch.Tensor, tokens: TokenBatch, level: Level) -> torch
     """Return the log-ratios [T] clamped to ±``MOST_LOG_RATIO``: each token's own; or at each token
     its response's: their sum (``sequence``), or their mean (``geometric``, of the ratios)."""
     if level != "token":
-        log_ratio = tokens.row_sums(log_ratio)
-        log_ratio = (log_ratio / tokens.row_tokens if level == "geometric" else log_ratio)[
-            tokens.row
-        ]
+        log_ratio = tokens.over_sequences(log_ratio, mean=level == "geometric")
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
 
 

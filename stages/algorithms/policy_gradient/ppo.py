@@ -57,25 +57,26 @@ class ValueLearner(Algorithm):
     )
 
     def gae(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the advantages and returns [T] of each response.
+        """Return the advantages and returns [T] of each response, of a trajectory with branches of
+        each branch: its own tokens, at the end of which the trajectory's reward comes.
 
         Time counts its trained tokens alone, as if the others were not there: the reward comes with
         the last one of them, and nothing follows it. Tokens that are not trained on have an
         advantage of 0.
         """
         at = batch.is_trained
-        counts = batch.trained[batch.trained > 0]
+        counts = batch.sequence[at].unique_consecutive(return_counts=True)[1]
         values = batch["values"][at]
         last = counts.cumsum(0) - 1
         rewards = values.new_zeros(len(values))
         if self.kl_reward:
             rewards -= self.kl_reward * (batch["rollout_logprobs"] - batch["ref_logprobs"])[at]
-        rewards[last] += batch["reward"][batch.trained > 0].to(rewards.dtype)
+        rewards[last] += batch["reward"][batch.row[at][last]].to(rewards.dtype)
         following = values.roll(-1)
         following[last] = 0
         errors = rewards + self.gamma * following - values
         # backwards, all responses at once
-        for place in range(int(batch.trained.max()) - 2, -1, -1):
+        for place in range(max(counts.tolist(), default=0) - 2, -1, -1):
             now = (last - counts + 1 + place)[counts > place + 1]
             errors[now] += self.gamma * self.gae_lambda * errors[now + 1]
         advantage = values.new_zeros(len(at))

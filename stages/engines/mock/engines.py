@@ -281,7 +281,8 @@ class MockRolloutEngine:
             raise RequestRefused(request.group, "max_tokens", problem, fix)
         turn_start = request.turn_start(place)
         limit = request.limit(place)
-        tokens = turn_start + drawn_tokens(self._options, request.seed + turn_start, place)
+        seed = request.seed + turn_start + request.aside(place)
+        tokens = turn_start + drawn_tokens(self._options, seed, place)
         row = _Row(
             request,
             place,
@@ -308,12 +309,13 @@ class MockRolloutEngine:
                 begun.logprobs.numpy(),
             )
             versions += begun.versions
+        aside = request.aside(row.place)
         for begin, end, version, digest in self._pieces(row):
             random = np.random.default_rng([1, request.seed, row.place, digest])
-            tokens[begin:end] = random.integers(self._options.vocabulary, size=row.length)[
-                begin:end
-            ]
-            logprobs[begin:end] = -random.exponential(0.5, size=row.length)[begin:end]
+            drawn = slice(aside + begin, aside + end)
+            most = aside + row.length
+            tokens[begin:end] = random.integers(self._options.vocabulary, size=most)[drawn]
+            logprobs[begin:end] = -random.exponential(0.5, size=most)[drawn]
             # loaded twice in flight
             again = versions.pop()[1] if versions and versions[-1][0] == version else 0
             versions.append((version, again + end - begin))

@@ -187,7 +187,9 @@ class TrainingStep:
     def _rows(self, batch: TensorDictBase) -> Rows:
         model = self._packed_model
         experts = [] if model.routing is None else model.routing.rows(batch)
-        return Rows.of(batch, model.device, experts)
+        layout = self._parallel.coordinates.layout
+        is_ring = layout.cp > 1 and layout.context_parallel == "ring"
+        return Rows.of(batch, model.device, experts, expanded=is_ring)
 
     def _plan(self, groups: Sequence[Group], *, whole: bool = False) -> list[list[Piece]]:
         shapes = [group.shape for group in groups]

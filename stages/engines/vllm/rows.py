@@ -140,7 +140,7 @@ def sampling_params(vllm: Any, row: VllmRow) -> Any:
         detokenize=bool(params.stop),
         skip_special_tokens=False,  # a stop string may be one
         spaces_between_special_tokens=False,
-        seed=seed_of(row.request.seed, row.place, begun),
+        seed=seed_of(row.request.seed, row.place, row.aside + begun),
         # beside that of the sampled token
         **({"logprob_token_ids": named} if named else {"logprobs": row.alternatives or 0}),
         logit_bias={**dict(params.logit_bias), **row.never} or None,

@@ -227,10 +227,10 @@ def test_a_program_that_goes_back_at_every_turn_is_an_alarm_and_one_that_does_at
     None
 ):
     ordinary = [step(number) for number in range(3)]
-    back = [told(turns=4 * n, cut_turns=3 * n, ended_done=n) for n in range(0, 100, 4)]
+    back = [told(turns=4 * n, branches=3 * n, ended_done=n) for n in range(0, 100, 4)]
     (alarm,) = alarms([*ordinary, *back])
-    assert (alarm.metric, alarm.step, alarm.value) == ("cut_turns", 2, 1.0)
-    assert alarms([told(turns=4 * n, cut_turns=n, ended_done=n) for n in range(0, 100, 4)]) == []
+    assert (alarm.metric, alarm.step, alarm.value) == ("branches", 2, 1.0)
+    assert alarms([told(turns=4 * n, branches=n, ended_done=n) for n in range(0, 100, 4)]) == []
 
 
 def test_a_worker_that_begins_again_is_judged_by_its_own_trajectories() -> None:

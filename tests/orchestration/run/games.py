@@ -79,6 +79,29 @@ async def chat(row: dict[str, Any], client: Any, session: Any) -> float:
 chat.replayable = True  # type: ignore[attr-defined]
 
 
+async def forgets(row: dict[str, Any], client: Any, session: Any) -> float:
+    """The game, in which each request has the last hint alone; and asks twice for the second
+    guess."""
+    game = Guess()
+    game.reset(row["answer"])
+    first = {"role": "user", "content": row["prompt"]}
+    messages = [first]
+    for number in range(3):
+        completion = await client.chat.completions.create(model="policy", messages=messages)
+        if number == 1:
+            completion = await client.chat.completions.create(model="policy", messages=messages)
+        message = completion.choices[0].message
+        hint, reward, done = game.step(message.content or "")
+        if done:
+            return reward
+        messages = [first, message, {"role": "user", "content": hint}]
+        messages = messages if number else [{**first, "content": f"{first['content']}{hint}"}]
+    return 0.0
+
+
+forgets.replayable = True  # type: ignore[attr-defined]
+
+
 class Same(Guess):
     """Gives the same reward whatever is said."""
 

@@ -11,7 +11,13 @@ import pytest
 
 from orchestration.state.documents import SESSIONS
 from stages.tasks.guess import Guess
-from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
+from tests.orchestration.run.test_run import (
+    assert_each_sample_once,
+    assert_equal,
+    assert_nothing_left,
+    synchronous,
+    trained,
+)
 from tests.orchestration.run.test_trajectories import (
     GAMES,
     GUESS,
@@ -43,12 +49,67 @@ async def test_a_program_is_trained(launcher: str, bound: int, tmp_path: Path) -
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
     counts = environments_of(watched)
-    assert counts["cut_turns"] == 0
+    assert counts["branches"] == 0
     endings = {name for name in counts if name.startswith("ended_")}
     assert {"ended_done"} <= endings <= {"ended_done", "ended_truncated"}
     assert counts["turns"] > counts["ended_done"]
     rewards = [step["reward_mean"] for step in watched.of("step")]
     assert 0 < sum(rewards) < len(rewards)
+    assert_nothing_left(watched.run)
+
+
+def forgetful(tmp_path: Path, **changes: Any) -> Any:
+    return chat(
+        tmp_path,
+        environment__use=f"{GAMES}:forgets",
+        environment__max_turns=5,
+        environment__max_tokens=40,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("launcher", ["inline", "process"])
+async def test_with_bound_zero_branches_are_those_of_the_plain_loop_bit_for_bit(
+    launcher: str, tmp_path: Path
+) -> None:
+    of = forgetful(tmp_path, pipeline__staleness=0, launch__launcher=launcher)
+    expected, weights = await synchronous(of)
+    watched, result = await complete(run_of(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
+    assert_equal(trained(of, result), weights)
+    assert_each_sample_once(of, watched)
+    counts = environments_of(watched)
+    assert counts["branches"] > counts["ended_done"] / 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("gspo", {"kl_coef": 0.1}), ("ppo", {"critic": "own", "kl_reward": 0.1}), ("dpo", {})],
+)
+async def test_branches_are_trained_by_algorithms_that_take_whole_sequences(
+    algorithm: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    of = forgetful(tmp_path, algorithm__name=algorithm, algorithm__options=options, train__steps=3)
+    watched, result = await complete(run_of(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert len(watched.of("step")) == 3
+    for step in watched.of("step"):  # of one set of weights, two engines hardly differ
+        assert step["metrics"].get("gap_mean_0", 0) < 1e-5
+
+
+@pytest.mark.parametrize("victim", ["rollout-0", "environment-0"])
+async def test_each_trajectory_with_branches_is_trained_once_whatever_is_killed(
+    victim: str, tmp_path: Path
+) -> None:
+    of = forgetful(tmp_path, train__steps=8, environment__on_error="zero")
+    async with executing(run_of(of, tmp_path / "run")) as (watched, work):
+        for steps in (1, 3, 5):
+            await watched.until(lambda steps=steps: len(watched.of("step")) >= steps)  # type: ignore[misc]
+            kill(watched, victim)
+        result = await work
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)
 
 

@@ -28,7 +28,16 @@ from stages.algorithms.policy_gradient.grpo import DAPO
 from stages.algorithms.token_batch import AGES
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
-from stages.flow.catalogue import AGE, CREDIT, MASK, OBSERVED, ROW_MASK, TRAJECTORY, catalogue
+from stages.flow.catalogue import (
+    AGE,
+    BRANCHES,
+    CREDIT,
+    MASK,
+    OBSERVED,
+    ROW_MASK,
+    TRAJECTORY,
+    catalogue,
+)
 from stages.flow.declarations import StageDeclaration
 from stages.flow.resolver import resolve
 from stages.model.load import load_tokenizer
@@ -93,6 +102,7 @@ def columns_of(row: Sequence[Turn], reward: float = 0.5) -> dict[str, torch.Tens
         "turn_starts": torch.tensor(starts),
         "turn_reward": torch.tensor([reward] * len(starts)),
         "turn_seconds": torch.tensor([0.5, 0.25, 1.0] * len(starts)),
+        BRANCHES: torch.tensor([], dtype=torch.int64),
     }
 
 

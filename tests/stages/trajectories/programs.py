@@ -57,6 +57,35 @@ async def rewrites(row: dict[str, Any], client: openai.AsyncOpenAI) -> float:
     return 1.0
 
 
+rewrites.replayable = True  # type: ignore[attr-defined]
+
+
+async def samples(row: dict[str, Any], client: openai.AsyncOpenAI) -> float:
+    """Asks the same three times, and goes on with the first two answers."""
+    first = {"role": "user", "content": row["prompt"]}
+    more = {"role": "user", "content": "more"}
+
+    async def ask(*messages: Any) -> Any:
+        answer = await client.chat.completions.create(model="any", messages=messages)
+        seen.append(answer)
+        return answer.choices[0].message
+
+    one, two = await ask(first), await ask(first)
+    await ask(first, one, more)
+    await ask(first, two, more)
+    await ask(first)
+    return 1.0
+
+
+async def starts_anew(client: openai.AsyncOpenAI) -> float:
+    """Another conversation each time, for ever."""
+    number = 0
+    while True:
+        message: Any = {"role": "user", "content": f"{number} {'x' * 9}"}
+        await client.chat.completions.create(model="any", messages=[message])
+        number += 1
+
+
 async def calls(row: dict[str, Any], client: openai.AsyncOpenAI) -> float:
     """Adds as long as the policy calls."""
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]

@@ -184,7 +184,7 @@ async def test_a_trajectory_is_what_the_environment_and_the_policy_say_in_turn(d
     assert figures == {
         "open": 0,
         "turns": 2,
-        "cut_turns": 0,
+        "branches": 0,
         "calls": 0,
         "failed_calls": 0,
         "generated_tokens": 2,

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from pipeline.warehouse.dock import Dock
+from stages.branches import branches_of
 from stages.environments.classes import environments
 from stages.environments.dialogue.chat import ChatDialogue
 from stages.environments.dialogue.interface import WRITTEN_ROLES
@@ -119,19 +120,36 @@ async def test_a_plain_function_is_called_in_a_thread_and_may_stream(dock: Dock)
     assert row["environment_reward"] == 6.0
 
 
-async def test_a_program_that_goes_back_cuts_off_the_turns_after_that_point(dock: Dock) -> None:
+def paths(row: Mapping[str, Any]) -> list[str]:
+    """The text that each branch of a row ends with, from its beginning."""
+    tree = branches_of(row["branches"], len(row["response_ids"]))
+    return [
+        BEGIN + str(TOKENIZER.decode([row["response_ids"][at] for at in branch.path()]))
+        for branch in tree
+    ]
+
+
+async def test_a_program_that_goes_back_begins_a_branch_there(dock: Dock) -> None:
     stage = await stage_of(dock, "rewrites")
     await admit(dock, {"prompt": "Hi"})
     rows = []
     for turn in ("one<|im_end|>", "two<|im_end|>", "three<|im_end|>", "four<|im_end|>"):
         await answer(dock, stage)
-        rows.append(stage.trajectories.seen.cut_turns)
+        rows.append(stage.trajectories.seen.branches)
         await say(dock, turn)
     await answer(dock, stage)
     [row] = await ended(dock)
     assert programs.seen == ["one", "two", "three", "four"]
-    assert rows == [0, 0, 1, 3]
-    assert shown(row) == (conversation("summary", "four"), "four<|im_end|>")
+    assert rows == [0, 0, 1, 2]
+    assert shown(row)[1] == "".join(f"{turn}<|im_end|>" for turn in programs.seen)
+    assert paths(row) == [
+        conversation("Hi", "one", "more", "two"),
+        conversation("Hi", "one", "not two", "three"),
+        conversation("summary", "four"),
+    ]
+    assert row["loss_mask"].count(True) == sum(len(stage_turn(row, n)) for n in range(4))
+    shared = [branch.depth for branch in branches_of(row["branches"], len(row["response_ids"]))]
+    assert BEGIN + str(TOKENIZER.decode(row["response_ids"][: shared[2]])) == "<|im_start|>user\n"
 
 
 async def test_what_stays_of_a_conversation_stays_as_it_was_generated(dock: Dock) -> None:
@@ -144,14 +162,82 @@ async def test_what_stays_of_a_conversation_stays_as_it_was_generated(dock: Dock
     await answer(dock, stage)
     claim = await claimed(dock, "rollout", version=1)
     progress = (await parked_progress(dock, claim))[0]
-    [turn] = [progress.turns[0]]
-    assert [TOKENIZER.decode([token]) for token in turn] == [*"o ne", "<|im_end|>"]
-    text = str(TOKENIZER.decode(progress.token_ids))
+    assert [TOKENIZER.decode([token]) for token in progress.turns[0]] == [*"o ne", "<|im_end|>"]
+    context = [progress.token_ids[at] for at in progress.context(2)]
     expected = f"{conversation('Hi', 'o ne', 'not two')}\n<|im_start|>assistant\n"
-    assert BEGIN + text == expected
-    assert progress.generated == (0, 5)
-    assert len(progress.turn_starts) == 2
+    assert BEGIN + str(TOKENIZER.decode(context)) == expected
+    end = progress.turn_starts[0] + len(progress.turns[0])
+    assert context[:end] == progress.token_ids[:end]
+    assert len(progress.turn_starts) == 3
     await stage.trajectories.caller.end()
+
+
+async def test_conversations_of_one_program_share_what_they_begin_with(dock: Dock) -> None:
+    """Two answers to one request, each of which is gone on with; then a third one."""
+    stage = await stage_of(dock, "samples")
+    await admit(dock, {"prompt": "Hi"})
+    for turn in ("one", "two", "three", "four", "five"):
+        await answer(dock, stage)
+        await say(dock, f"{turn}<|im_end|>")
+    await answer(dock, stage)
+    [row] = await ended(dock)
+    begin = conversation("Hi") + "\n<|im_start|>assistant\n"
+    assert paths(row) == [
+        begin + "one<|im_end|>",
+        begin + "two<|im_end|>",
+        conversation("Hi", "one", "more", "three"),
+        conversation("Hi", "two", "more", "four"),
+        begin + "five<|im_end|>",
+    ]
+    texts = [stage_text(row, number) for number in range(5)]
+    assert texts == [f"{n}<|im_end|>" for n in ("one", "two", "three", "four", "five")]
+    observed = row["loss_mask"].count(False)
+    more = TOKENIZER("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    assert observed == len(TOKENIZER(begin)["input_ids"]) - 1 + 2 * len(more)
+    first, *others = programs.seen
+    assert all(each.usage.prompt_tokens == first.usage.prompt_tokens for each in others[:1])
+
+
+def stage_text(row: Mapping[str, Any], number: int) -> str:
+    return str(TOKENIZER.decode(stage_turn(row, number)))
+
+
+async def test_a_replayable_program_that_went_back_goes_on_at_the_same_token(dock: Dock) -> None:
+    stage = await stage_of(dock, "rewrites")
+    await admit(dock, {"prompt": "Hi"})
+    for turn in ("one<|im_end|>", "two<|im_end|>", "three<|im_end|>"):
+        await answer(dock, stage)
+        await say(dock, turn)
+    await stage.trajectories.caller.end()
+    other = await stage_of(dock, "rewrites")
+    await answer(dock, other)
+    assert (other.trajectories.seen.replayed, other.trajectories.seen.remade) == (1, 0)
+    await say(dock, "four<|im_end|>")
+    await answer(dock, other)
+    [row] = await ended(dock)
+    assert paths(row)[1:] == [
+        conversation("Hi", "one", "not two", "three"),
+        conversation("summary", "four"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns", "ending"),
+    [({"max_turns": 5}, 5, Ending.TURNS), ({"max_tokens": 80}, 3, Ending.TOKENS)],
+)
+async def test_a_program_that_goes_back_for_ever_is_ended_by_the_limits_of_its_tree(
+    dock: Dock, limits: dict[str, Any], turns: int, ending: Ending
+) -> None:
+    stage = await stage_of(dock, "starts_anew", limits=limits)
+    await admit(dock, {"prompt": "Hi"})
+    for _ in range(turns):
+        await answer(dock, stage)
+        await say(dock, "one<|im_end|>")
+    await answer(dock, stage)
+    [row] = await ended(dock)
+    assert (row["ending"], len(row["turn_starts"])) == (ending, turns)
+    assert len(paths(row)) == turns + (ending is Ending.TOKENS)
+    assert row["turn_starts"][-1] < limits.get("max_tokens", 900)
 
 
 async def test_tools_are_those_of_the_request_and_calls_come_back(dock: Dock) -> None:
@@ -189,7 +275,7 @@ async def test_the_three_forms_of_requests_continue_one_conversation(dock: Dock)
     await answer(dock, stage)
     [row] = await ended(dock)
     assert row["environment_reward"] == 1.0
-    assert stage.trajectories.seen.cut_turns == 0
+    assert stage.trajectories.seen.branches == 0
     assert len(row["turn_starts"]) == 2
     anthropic, responses, image, assistant, several = programs.seen
     assert [block["type"] for block in anthropic["content"]] == ["text", "tool_use"]

@@ -273,7 +273,10 @@ class ContinuousBatch:
         """Draw the next token of each of ``rows``, after the token ``before`` it where that was not
         read."""
         unread = 1 if before else 0
-        points = [uniform(row.request.seed, row.place, len(row.tokens) + unread) for row in rows]
+        points = [
+            uniform(row.request.seed, row.place, row.aside + len(row.tokens) + unread)
+            for row in rows
+        ]
         alternatives = max(row.submission.alternatives or 0 for row in rows)
         processed = {n: row.processed for n, row in enumerate(rows) if row.processed is not None}
         for number, changes in processed.items():

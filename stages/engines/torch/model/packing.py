@@ -5,13 +5,14 @@
 Attention of a response is causal over [keys of its prompt; its own keys], and gradients flow into
 the shared prompt: the prompt's keys are read where they are by all its rows at once, and merged
 with the rows' own (stages/engines/torch/ attention.py). The last token of a response predicts
-nothing, so it is not fed; logits are computed only where a response token is predicted.
+nothing, so it is not fed; logits are computed only where a response token is predicted. A row may
+have branches, which share tokens of it (branched.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.data.columns import Packed, indexes_of
 from stages.algorithms.batch import ragged
+from stages.branches import Branch, branches_of
 from stages.engines.plans import GroupShape, Piece
 from stages.engines.torch.model.attention import (
     FEW_KEYS,
@@ -32,6 +34,16 @@ from stages.engines.torch.model.attention import (
     wide,
 )
 from stages.engines.torch.model.attention_interface import state_of
+from stages.engines.torch.model.branched import (
+    PackedBranch,
+    Strand,
+    fed_tokens,
+    in_order_of_rows,
+    packed_branches,
+    places_of,
+    strands_of,
+)
+from stages.flow.catalogue import BRANCHES
 
 # name of shared_prompt_attention in transformers' attention interface
 ATTENTION = "asyncdock_shared_prompt"
@@ -85,6 +97,7 @@ class PackedPiece:
 
     ``apart``: those of blocks that do not join the prompt; they attend to it in one call.
     ``positions`` int64, on the CPU: of the tokens ``apart``. ``rows``: fed tokens of each row.
+    ``branches`` are packed between the prompt and the rows.
     """
 
     prompt: slice
@@ -92,6 +105,7 @@ class PackedPiece:
     apart: slice
     positions: torch.Tensor
     rows: tuple[int, ...]
+    branches: tuple[PackedBranch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,9 +182,20 @@ class Rows:
 
     device: torch.device
 
+    branches: Mapping[int, Sequence[Branch]] = field(default_factory=dict)
+    """By row number, of those that have some."""
+
+    expanded: bool = False
+    """Branches are fed with their paths."""
+
     @classmethod
     def of(
-        cls, batch: TensorDictBase, device: torch.device, experts: Sequence[torch.Tensor] = ()
+        cls,
+        batch: TensorDictBase,
+        device: torch.device,
+        experts: Sequence[torch.Tensor] = (),
+        *,
+        expanded: bool = False,
     ) -> Rows:
         """Return the rows of ``batch``: groups in the order of their numbers, their rows by place.
 
@@ -179,6 +204,9 @@ class Rows:
         prompts = ragged(batch, "prompt_ids").rows()
         column = ragged(batch, "response_ids")
         lengths = column.lengths().tolist()
+        branches = _branches(batch, lengths)
+        if branches and experts:
+            raise ValueError("branches: rows with routed_experts cannot have any")
         by_group: dict[int, list[tuple[int, int]]] = {}
         for number, (group, place) in enumerate(
             zip(batch["group"].tolist(), batch["place"].tolist(), strict=True)
@@ -199,9 +227,10 @@ class Rows:
                         f"row {number} of group {group}: prompt_ids and response_ids need "
                         f"at least one token"
                     )
-            shape = GroupShape(len(prompt), tuple(lengths[number] for number in numbers))
+            fed = (_fed(branches.get(n, ()), lengths[n], expanded=expanded) for n in numbers)
+            shape = GroupShape(len(prompt), tuple(1 + tokens for tokens in fed))
             groups.append(Group(group, prompt, places, numbers, shape))
-        return cls(groups, column, column.rows(), experts, device)
+        return cls(groups, column, column.rows(), experts, device, branches, expanded)
 
     def numbers(self, piece: Piece) -> list[int]:
         """Return the row numbers of ``piece``, which is of :attr:`groups`."""
@@ -216,7 +245,32 @@ class Rows:
             for values in (self.responses, self.experts)
         )
         prompts = [self.groups[piece.group].prompt for piece in pieces]
-        return pack(prompts, responses, self.device, experts)
+        branches = [[self.branches.get(number, ()) for number in of_piece] for of_piece in numbers]
+        has_branches = any(any(of_piece) for of_piece in branches)
+        return pack(
+            prompts,
+            responses,
+            self.device,
+            experts,
+            branches if has_branches else (),
+            expanded=self.expanded,
+        )
+
+
+def _branches(batch: TensorDictBase, lengths: Sequence[int]) -> dict[int, list[Branch]]:
+    """Return by row number the branches of those rows that have some."""
+    if BRANCHES not in batch:
+        return {}
+    columns = ragged(batch, BRANCHES).lists()
+    pairs = enumerate(zip(columns, lengths, strict=True))
+    return {row: branches_of(column, length) for row, (column, length) in pairs if column}
+
+
+def _fed(branches: Sequence[Branch], length: int, *, expanded: bool) -> int:
+    """Return how many tokens of a row with ``length`` and ``branches`` are fed."""
+    if not branches:
+        return length - 1
+    return sum(fed_tokens(branch, branches, expanded=expanded) for branch in branches)
 
 
 def pack(
@@ -224,27 +278,52 @@ def pack(
     rows: Sequence[Sequence[torch.Tensor]],
     device: torch.device,
     experts: Sequence[Sequence[torch.Tensor]] = (),
+    branches: Sequence[Sequence[Sequence[Branch]]] = (),
+    *,
+    expanded: bool = False,
 ) -> PackedBatch:
     """Pack ``rows[i]``, the responses to ``prompts[i]``, longer ones first. The T tokens are
     counted in this order. ``experts[i]``: the choices that routers follow, of the fed tokens of
-    these rows; a prompt takes those of its first."""
+    these rows; a prompt takes those of its first. ``branches[i]``: of these rows; ``expanded``: each
+    is fed with its path."""
+    if branches:
+        strands = [
+            strands_of(responses, of_piece, expanded=expanded)
+            for responses, of_piece in zip(rows, branches, strict=True)
+        ]
+    else:
+        strands = [
+            [Strand(row, ids, len(ids) - 1, len(ids)) for row, ids in enumerate(responses)]
+            for responses in rows
+        ]
     ids = []
     lengths: list[int] = []  # of the prompts and rows, in the order in which they are packed
     firsts: list[int] = []  # positions of their first tokens: 0 for prompts alone
-    prompt_ends: list[int] = []  # of each row
+    ends: list[int] = []  # of what each row or branch follows
     at = 0
-    for prompt, responses in zip(prompts, rows, strict=True):
-        ids += [prompt, *(response[:-1] for response in responses)]
+    for prompt, of_piece in zip(prompts, strands, strict=True):
+        ids += [prompt, *(strand.ids[: strand.fed] for strand in of_piece)]
         length = prompt.numel()
-        fed = [response.numel() - 1 for response in responses]
+        fed = [strand.fed for strand in of_piece]
         lengths += [length, *fed]
-        firsts += [0, *[length] * len(fed)]
-        prompt_ends += [at + length] * len(fed)
+        firsts += [0, *(length + len(strand.path) for strand in of_piece)]
+        has_paths = any(strand.path for strand in of_piece)
+        places = places_of(of_piece, at + length) if has_paths else {}
+        ends += [
+            int(places[strand.row][strand.path[-1]]) + 1 if strand.path else at + length
+            for strand in of_piece
+        ]
         at += length + sum(fed)
     sizes = np.array(lengths)
     is_row = np.array(firsts) > 0
     positions = torch.from_numpy(indexes_of(np.array(firsts), sizes))
-    source = _predicting((np.cumsum(sizes) - sizes)[is_row], sizes[is_row], prompt_ends)
+    counts = np.array([len(strand.ids) for of_piece in strands for strand in of_piece])
+    source = _predicting((np.cumsum(sizes) - sizes)[is_row], counts, ends)
+    targets = torch.cat([strand.ids for of_piece in strands for strand in of_piece])
+    if branches:
+        order = in_order_of_rows(strands, rows)
+        source = source[order.numpy()]
+        targets = targets[order]
     is_place = np.zeros(at, bool)
     is_place[source] = True
     pairs = zip(prompts, experts, strict=False)
@@ -256,38 +335,40 @@ def pack(
     return PackedBatch(
         ids=torch.cat(ids)[None].to(device),
         positions=positions[None].to(device),
-        pieces=tuple(_pieces(prompts, rows, positions, device)),
+        pieces=tuple(_pieces(prompts, strands, positions, device)),
         places=torch.from_numpy(np.flatnonzero(is_place)).to(device),
         source=torch.from_numpy((np.cumsum(is_place) - 1)[source]).to(device),
-        targets=torch.cat([response for responses in rows for response in responses]).to(device),
+        targets=targets.to(device),
         longest=int((np.array(firsts) + sizes).max()),
         experts=torch.cat(chosen).to(device) if chosen else None,
     )
 
 
-def _predicting(starts: np.ndarray, fed: np.ndarray, prompt_ends: Sequence[int]) -> np.ndarray:
-    """Return int64 [T], the packed token that predicts each token of the rows, which begin at
-    ``starts`` with ``fed`` tokens: a row's first is predicted by the last one of its prompt."""
-    source = indexes_of(starts - 1, fed + 1)
-    source[np.cumsum(fed + 1) - fed - 1] = np.array(prompt_ends) - 1
+def _predicting(starts: np.ndarray, counts: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """Return int64, the packed token that predicts each of the ``counts`` tokens of the rows, which
+    begin at ``starts``: a row's first is predicted by the token before ``ends``."""
+    source = indexes_of(starts - 1, counts)
+    source[np.cumsum(counts) - counts] = np.array(ends) - 1
     return source
 
 
 def _pieces(
     prompts: Sequence[torch.Tensor],
-    rows: Sequence[Sequence[torch.Tensor]],
+    strands: Sequence[Sequence[Strand]],
     positions: torch.Tensor,
     device: torch.device,
 ) -> Iterable[PackedPiece]:
     """Yield the pieces of a micro-batch, whose tokens have these ``positions``."""
     at = 0
-    for prompt, responses in zip(prompts, rows, strict=True):
-        end = at + prompt.numel()
-        fed = tuple(response.numel() - 1 for response in responses)
-        blocks = tuple(_blocks(end, prompt.numel(), fed, device))
-        apart = slice(end, max([end, *(block.end for block in blocks if not block.joined)]))
-        yield PackedPiece(slice(at, end), blocks, apart, positions[apart], fed)
-        at = end + sum(fed)
+    for prompt, of_piece in zip(prompts, strands, strict=True):
+        of_prompt = slice(at, at + prompt.numel())
+        branches = tuple(packed_branches(of_piece, of_prompt, device))
+        start = of_prompt.stop + sum(strand.fed for strand in of_piece if strand.path)
+        fed = tuple(strand.fed for strand in of_piece if not strand.path)
+        blocks = tuple(_blocks(start, prompt.numel(), fed, device))
+        apart = slice(start, max([start, *(block.end for block in blocks if not block.joined)]))
+        yield PackedPiece(of_prompt, blocks, apart, positions[apart], fed, branches)
+        at = start + sum(fed)
 
 
 def _blocks(
@@ -385,6 +466,19 @@ class _SharedPromptAttention(torch.autograd.Function):
                     piece.apart,
                     *merge(as_batch(out, piece.apart), as_batch(total, piece.apart), *outputs),
                 )
+            for branch in piece.branches:
+                put(
+                    out,
+                    total,
+                    branch.tokens,
+                    *attend(
+                        as_batch(q, branch.tokens),
+                        as_batch(k, branch.path),
+                        as_batch(v, branch.path),
+                        branch.positions,
+                        scores,
+                    ),
+                )
         if sinks is not None:
             out, total = merge(out, total, None, sinks.to(total.dtype))
         ctx.save_for_backward(q, k, v, sinks, out, total)
@@ -434,6 +528,17 @@ class _SharedPromptAttention(torch.autograd.Function):
                 )
             for whole, part in zip((to_q, to_k, to_v), to_prompt, strict=True):
                 whole[piece.prompt] = part[0].transpose(0, 1)
+            for branch in piece.branches:
+                to_k[branch.tokens] = to_v[branch.tokens] = 0
+            for branch in piece.branches:
+                g, queries, o, t = (as_batch(x, branch.tokens) for x in of_queries)
+                seen = as_batch(k, branch.path), as_batch(v, branch.path)
+                of_row, *to_keys_values = attend_backward(
+                    g, queries, *seen, o, t, branch.positions, ctx.scores
+                )
+                to_q[branch.tokens] = of_row[0].transpose(0, 1)
+                for whole, part in zip((to_k, to_v), to_keys_values, strict=True):
+                    whole.index_add_(0, branch.path, part[0].transpose(0, 1).to(whole.dtype))
         to_sinks = None
         if sinks is not None:
             weight = (sinks.to(total.dtype) - total).exp()
@@ -443,7 +548,7 @@ class _SharedPromptAttention(torch.autograd.Function):
         return to_q, to_k, to_v, to_sinks, None, None
 
 
-def as_batch(x: torch.Tensor, tokens: slice) -> torch.Tensor:
+def as_batch(x: torch.Tensor, tokens: slice | torch.Tensor) -> torch.Tensor:
     """Return ``tokens`` of ``x`` [S, heads, …] as a batch of one row, [1, heads, n, …]."""
     return x[tokens].transpose(0, 1)[None]
 

@@ -589,7 +589,7 @@ async def test_prometheus_reads_what_active_runs_do(client: Client, run: Eventfu
     name = run.record.id
     await run.emit("step", step(6))
     await run.emit("stage", stage("rollout-0", rows=8))
-    trajectories = {"open": 3, "turns": 7, "cut_turns": 1, "ended_done": 2, "calls": 4}
+    trajectories = {"open": 3, "turns": 7, "branches": 1, "ended_done": 2, "calls": 4}
     trajectories |= {"observed_tokens": 9, "environment_seconds": 1.5}
     await run.emit("stage", stage("environment-0", trajectories=trajectories))
     counts = {name: 0 for name in ("generated", "trained", "filtered", "remade", "in_flight")}
@@ -641,7 +641,7 @@ async def test_prometheus_reads_what_active_runs_do(client: Client, run: Eventfu
     assert found["asyncdock_run_trajectories_open", name] == 3
     assert found["asyncdock_run_trajectories_total", name, "done"] == 2
     assert found["asyncdock_run_turns_total", name, "answered"] == 7
-    assert found["asyncdock_run_turns_total", name, "cut"] == 1
+    assert found["asyncdock_run_turns_total", name, "branches"] == 1
     assert found["asyncdock_run_tool_calls_total", name, "made"] == 4
     assert found["asyncdock_run_turn_tokens_total", name, "observed"] == 9
     assert found["asyncdock_run_turn_seconds_total", name, "environment"] == 1.5
