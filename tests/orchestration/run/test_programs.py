@@ -81,6 +81,8 @@ async def test_with_bound_zero_branches_are_those_of_the_plain_loop_bit_for_bit(
     assert_each_sample_once(of, watched)
     counts = environments_of(watched)
     assert counts["branches"] > counts["ended_done"] / 2
+    gaps = [step["gap_max"] for step in watched.of("step")]
+    assert max(gaps) < 1e-4, "the trainer gives each token the context that it was generated in"
 
 
 @pytest.mark.parametrize(
@@ -90,12 +92,20 @@ async def test_with_bound_zero_branches_are_those_of_the_plain_loop_bit_for_bit(
 async def test_branches_are_trained_by_algorithms_that_take_whole_sequences(
     algorithm: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    of = forgetful(tmp_path, algorithm__name=algorithm, algorithm__options=options, train__steps=3)
+    of = forgetful(
+        tmp_path,
+        algorithm__name=algorithm,
+        algorithm__options=options,
+        train__steps=3,
+        train__learning_rate=1e-12,
+    )
     watched, result = await complete(run_of(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     assert len(watched.of("step")) == 3
-    for step in watched.of("step"):  # of one set of weights, two engines hardly differ
-        assert step["metrics"].get("gap_mean_0", 0) < 1e-5
+    if (
+        algorithm != "dpo"
+    ):  # of one set of weights, with keys of earlier turns, engines hardly differ
+        assert 0 < max(step["gap_max"] for step in watched.of("step")) < 1e-4
 
 
 @pytest.mark.parametrize("victim", ["rollout-0", "environment-0"])
