@@ -33,7 +33,7 @@ COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "red")
 SHOWN_AS_SEGMENTS = frozenset(
     {
         *("response_ids", "rollout_logprobs", "versions", "loss_mask"),
-        *("turn_starts", "turn_reward", "turn_seconds", "ending"),
+        *("turn_starts", "turn_reward", "turn_seconds", "branches", "ending"),
     }
 )
 
@@ -228,6 +228,9 @@ def _trajectory_view(segments: Sequence[Mapping[str, Any]]) -> RenderableType:
     view = table("", "tokens", "by", "reward", "engine", "waiting", "environment", "")
     turns = 0
     for segment in segments:
+        if segment.get("shares") is not None and segment["branch"]:
+            shared = f"goes on behind {segment['shares']} tokens of the response"
+            view.add_row(f"branch {segment['branch']}", *[""] * 6, Text(shared, style="italic"))
         if not segment["generated"]:
             count = str(segment["tokens"])
             view.add_row("observed", count, *[""] * 5, Text(segment["text"], style="dim"))

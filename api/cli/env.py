@@ -188,8 +188,8 @@ async def _records(
 ) -> AsyncIterator[Record]:
     """Play a trajectory, and yield its prompt, its turns, what the environment answers, its end.
 
-    The tokens of answers and turns together are the row's ``response_ids``, but for those that a
-    program goes back behind: the next answer says how many these are (``cut_tokens``).
+    The tokens of answers and turns together are the row's ``response_ids``. Where a program has gone
+    back, the answer says behind how many of them it goes on (``branch_behind``).
     """
     from stages.engines.protocols import GroupRequest
     from stages.rollout.evaluate import score_attempts
@@ -219,7 +219,7 @@ async def _records(
     seen = trajectories.seen
     try:
         while True:
-            before = len(episode.progress.token_ids)
+            branches = len(episode.progress.branches)
             observed_before = seen.observed_tokens
             began = time.monotonic()
             await episode.advance()
@@ -232,7 +232,9 @@ async def _records(
             yield part(
                 "environment",
                 progress.token_ids[end - observed :],
-                cut_tokens=before + observed - end,
+                branch_behind=f"{progress.tree()[-1].depth} tokens"
+                if len(progress.branches) > branches
+                else "",
                 calls=[each["function"] for each in turn.message.get("tool_calls") or ()]
                 if turn
                 else [],

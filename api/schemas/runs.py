@@ -368,6 +368,10 @@ class SampleSegment(BaseModel):
     seconds: dict[str, float | None] = Field(
         {}, description="Of a turn: in the `engine`, `waiting`, in the `environment`."
     )
+    branch: int = Field(0, description="Of a trajectory: its program begins one as it goes back.")
+    shares: int | None = Field(
+        None, description="Of a branch's first part: tokens of others that it goes on from."
+    )
 
 
 class SampleView(BaseModel):

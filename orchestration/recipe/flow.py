@@ -13,6 +13,7 @@ from orchestration.recipe.model_files import experts_of, text_config
 from orchestration.recipe.problems import value_or_none
 from stages.algorithms import NamedAlgorithm
 from stages.flow.catalogue import (
+    BRANCHES,
     ENDED,
     ENDING,
     MASK,
@@ -164,13 +165,13 @@ def stage_columns(recipe: Recipe) -> Columns:
 
 def column_bytes(recipe: Recipe) -> int:
     """Bytes of a sample, at most, in the ragged columns and texts beside those of prompts,
-    responses, their experts and a reference. 0 for a flow that cannot be resolved, which is
+    responses, their experts and a reference, and branches, of which there are few. 0 for a flow that cannot be resolved, which is
     reported elsewhere."""
     columns = value_or_none(lambda: flow_of(recipe).columns) or {}
     others = [
         kind
         for name, kind in columns.items()
-        if name not in (*PROMPT, *RESPONSE, ROUTED, "ref_logprobs")
+        if name not in (*PROMPT, *RESPONSE, ROUTED, BRANCHES, "ref_logprobs")
     ]
     tokens = recipe.longest_response
     sizes = [

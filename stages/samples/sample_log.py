@@ -27,6 +27,7 @@ import structlog
 
 from pipeline.index.client import Claim
 from stages.flow.catalogue import (
+    BRANCHES,
     ENDING,
     TURN_REWARD,
     TURN_SECONDS,
@@ -60,7 +61,7 @@ COLUMNS = (
 # of a trajectory; with its tokens, as an export has them
 TRAJECTORY_COLUMNS = (
     *("prompt_ids", "rollout_logprobs"),
-    *(TURN_STARTS, TURN_REWARD, TURN_SECONDS, ENDING),
+    *(TURN_STARTS, TURN_REWARD, TURN_SECONDS, BRANCHES, ENDING),
 )
 
 log = structlog.get_logger()
@@ -354,6 +355,7 @@ class Recorder:
         return {
             **({"segments": segments} if columns[TURN_STARTS] else {}),
             **({"ending": Ending(columns[ENDING]).name.lower()} if ENDING in columns else {}),
+            **({"branches": pairs} if (pairs := columns.get(BRANCHES)) else {}),
             "response_ids": columns["response_ids"],
             # as many digits as tell numbers of 32 bits apart
             "logprobs": [float(f"{logprob:.9g}") for logprob in columns["rollout_logprobs"]],

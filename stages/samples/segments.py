@@ -10,9 +10,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from stages.flow.catalogue import OBSERVED, TIMES, TURN_REWARD, TURN_SECONDS, TURN_STARTS
+from stages.branches import branches_of
+from stages.flow.catalogue import (
+    BRANCHES,
+    OBSERVED,
+    TIMES,
+    TURN_REWARD,
+    TURN_SECONDS,
+    TURN_STARTS,
+)
 
 if TYPE_CHECKING:
     from stages.model.load import Tokenizer
@@ -26,7 +35,8 @@ Decode = Callable[[Sequence[int]], str]
 
 def segments(versions: Pairs, turn_starts: Sequence[int] = ()) -> list[Segment]:
     """Return the segments of a response whose tokens ``versions`` made: its turns, of which those
-    after the first begin at ``turn_starts``, and the observations.
+    after the first begin at ``turn_starts``, also where one version has made two of them, and the
+    observations.
 
     >>> segments([(3, 2), (4, 1), (-1, 5), (4, 2)], [0, 8])
     [(0, 3, True), (3, 8, False), (8, 10, True)]
@@ -35,10 +45,12 @@ def segments(versions: Pairs, turn_starts: Sequence[int] = ()) -> list[Segment]:
     begin = 0
     for version, tokens in versions:
         is_generated = version != OBSERVED
-        goes_on = bool(out) and out[-1][2] == is_generated and begin not in turn_starts
-        first = out.pop()[0] if goes_on else begin
-        begin += tokens
-        out.append((first, begin, is_generated))
+        end = begin + tokens
+        starts = [start for start in turn_starts if begin < start < end]
+        for first, last in pairwise([begin, *starts, end]):
+            goes_on = bool(out) and out[-1][2] == is_generated and first not in turn_starts
+            out.append((out.pop()[0] if goes_on else first, last, is_generated))
+        begin = end
     return out
 
 
@@ -46,7 +58,8 @@ def described(columns: Mapping[str, Any], tokenizer: Tokenizer) -> list[dict[str
     """Return the segments of the trajectory with these ``columns``, as lists: `generated`, `tokens`,
     `text`, `reward` (None: it has none), and of a turn `pieces` (policy version, tokens, text),
     `calls` of tools that are JSON between <tool_call> and </tool_call>, and `seconds`, the TIMES
-    (None: not known)."""
+    (None: not known). Where there are several, its `branch`, from 0, and of a branch's first segment
+    how many tokens of the others it `shares`."""
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode([*token_ids], skip_special_tokens=True))
@@ -55,6 +68,7 @@ def described(columns: Mapping[str, Any], tokenizer: Tokenizer) -> list[dict[str
     flat = columns["versions"]
     versions = list(zip(flat[::2], flat[1::2], strict=True))
     starts = columns[TURN_STARTS]
+    branches = branches_of(columns.get(BRANCHES, ()), len(ids))
     out = []
     for begin, end, is_generated in segments(versions, starts):
         text = decode(ids[begin:end])
@@ -70,6 +84,11 @@ def described(columns: Mapping[str, Any], tokenizer: Tokenizer) -> list[dict[str
                     name: _known(round(s, 6)) for name, s in zip(TIMES, seconds, strict=False)
                 },
             }
+        if len(branches) > 1:
+            number = bisect_right(branches, begin, key=lambda branch: branch.begin) - 1
+            segment["branch"] = number
+            if begin == branches[number].begin:
+                segment["shares"] = branches[number].depth
         out.append(segment)
     return out
 
@@ -81,8 +100,9 @@ def _pieces(
     have made is the later one's."""
     first = 0
     shown = 0
-    for version, tokens in versions:
-        first, last = first + tokens, min(first + tokens, end)
+    for version, count in versions:
+        tokens = min(first + count, end) - max(first, begin)
+        first, last = first + count, min(first + count, end)
         if last <= begin:
             continue
         text = decode(ids[begin:last])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stages.branches import branches_of
 from stages.flow.catalogue import OBSERVED
 from stages.samples.sample_log import Sample, groups
 
@@ -25,7 +26,8 @@ Trajectory = dict[str, Any]
 def trajectories(folder: Path) -> Iterator[Trajectory]:
     """Yield the trajectories below the folder of a sample log. ``prompt_ids`` stand before
     ``completion_ids``, to which ``logprobs`` (0 of observations) and ``loss_mask`` belong;
-    ``segments`` as :func:`stages.samples.segments.described` has them. Those of a group whose first
+    ``segments`` as :func:`stages.samples.segments.described` has them; ``branches`` as the column.
+    Those of a group whose first
     one the log has no room for any more are left out."""
     for group in groups(folder):
         row: Sample = next((sample for sample in group if "prompt_ids" in sample), {})
@@ -40,28 +42,32 @@ def trajectories(folder: Path) -> Iterator[Trajectory]:
                 "logprobs": sample["logprobs"],
                 "loss_mask": mask,
                 "segments": sample.get("segments", []),
+                "branches": sample.get("branches", []),
             }
 
 
 def openenv_trace(trajectory: Trajectory) -> dict[str, Any]:
     """Return ``trajectory`` as OpenEnv's `TrainingTrace`: the turns, each with the tokens of all that
-    was before it, and what was observed after it."""
+    was before it (of its branch's path), and what was observed after it."""
     prompt_ids = trajectory["prompt_ids"]
     completion_ids = trajectory["completion_ids"]
     of_all = {name: trajectory[name] for name in ("step", "group", "place", "reward", "ending")}
     turns = list[dict[str, Any]]()
+    branches = branches_of(trajectory["branches"], len(completion_ids))
     begin = 0
     for segment in trajectory["segments"]:
         end = begin + segment["tokens"]
+        number = segment.get("branch", 0)
         if not segment["generated"]:
-            if turns:
+            if turns and turns[-1]["metadata"]["branch"] == number:
                 turns[-1]["metadata"]["observation"] = segment["text"]
             begin = end
             continue
-        before = [*prompt_ids, *completion_ids[:begin]]
-        number = len(turns)
+        path = branches[number].path(begin)
+        before = [*prompt_ids, *(completion_ids[place] for place in path)]
         metadata = {
-            "turn": number,
+            "turn": len(turns),
+            "branch": number,
             "turn_reward": segment["reward"],
             "versions": [[version, tokens] for version, tokens, _ in segment["pieces"]],
             "seconds": segment["seconds"],
@@ -71,7 +77,7 @@ def openenv_trace(trajectory: Trajectory) -> dict[str, Any]:
         turns.append(
             {
                 "node_id": ".".join(str(of_all[name]) for name in ("step", "group", "place"))
-                + f".{number}",
+                + f".{len(turns)}",
                 "prompt_token_ids": before,
                 "completion_token_ids": completion_ids[begin:end],
                 "per_token_logps": trajectory["logprobs"][begin:end],

@@ -27,13 +27,16 @@ function response({ response, segments }) {
 /** A trajectory part by part: its tokens, who made them, what they earned, where their time went. */
 function parts({ segments }) {
   let turns = 0;
-  const rows = segments.map(({ generated, tokens, text, pieces, calls, reward, seconds: times }) => {
+  const rows = segments.flatMap(({ generated, tokens, text, pieces, calls, reward, seconds: times, branch, shares }) => {
     const words = (calls ?? []).map(({ name, arguments: given }) => `${name}(${JSON.stringify(given)})`).join(" ");
     const [by, earned, spent] = generated
       ? [pieces.map(([version]) => `v${version}`).join(" "), number(reward), ["engine", "waiting", "environment"].map((name) => seconds(times[name] ?? null))]
       : ["", "", ["", "", ""]];
     const cells = [number(tokens), by, earned, ...spent, excerpt(text), words];
-    return element("tr", {}, element("th", { scope: "row" }, generated ? `turn ${(turns += 1)}` : "observed"), cells.map((cell) => element("td", {}, cell)));
+    const row = element("tr", {}, element("th", { scope: "row" }, generated ? `turn ${(turns += 1)}` : "observed"), cells.map((cell) => element("td", {}, cell)));
+    if (!branch || shares === undefined || shares === null) return [row];
+    const head = element("th", { scope: "row" }, `branch ${branch}`);
+    return [element("tr", {}, head, element("td", { colspan: 8 }, `goes on behind ${shares} tokens of the response`)), row];
   });
   return table("Parts of the trajectory", ["", "tokens", "by", "reward", "engine", "waiting", "environment", "text", "calls"], element("tbody", {}, rows));
 }

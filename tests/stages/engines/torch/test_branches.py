@@ -16,9 +16,12 @@ from stages.engines.plans import Piece
 from stages.engines.torch.critic import TorchCriticEngine
 from stages.engines.torch.model import packing
 from stages.engines.torch.model.packing import Rows
+from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
 from stages.flow.catalogue import BRANCHES, MASK
+from stages.parallel.layout import RankCoordinates
 from tests.batches import VOCABULARY, stack
+from tests.ranks import of_product
 from tests.stages.engines.torch.test_train import gradients_of_step
 from tests.stages.sharded import OPTIONS, model_of
 
@@ -182,6 +185,44 @@ def test_each_token_is_predicted_by_its_path(
             logprobs = engine._training.logprobs(stack(rows)).rows()
             for got, row in zip(logprobs, rows, strict=True):
                 assert got.double().sub(plain_logprobs(plain, row)).abs().max() < 1e-5
+
+
+def step_of(ranks: RankCoordinates | None) -> dict[str, Any]:
+    """The logprobs of this rank's rows, and a step on them."""
+    torch.set_num_threads(1)
+    parallel = None if ranks is None else Sharded(ranks)
+    engine = TorchTrainEngine(model_of("grouped"), parallel=parallel, **OPTIONS)
+    rows = trees(4)
+    if ranks is not None and ranks.layout.replicas > 1:
+        rows = [row for row in rows if int(row["group"]) == ranks.replica]
+    batch = stack(rows)
+    logprobs = [of_row.tolist() for of_row in engine.logprobs(batch).unbind()]
+    metrics = engine.train_batch(batch, build_algorithm("gspo", {"clip_low": 0.2}))
+    engine.close()
+    numbers = {name: metrics[name] for name in ("loss", "grad_norm", "entropy", "gap_mean")}
+    return {"logprobs": logprobs, **numbers}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"cp": 2, "context_parallel": "ring"},
+        {"cp": 2, "context_parallel": "ulysses"},
+        {"pp": 2},
+        {"tp": 2},
+        {"dp": 2},
+    ],
+    ids=str,
+)
+def test_strategies_train_branches_as_one_rank_does(strategy: dict[str, Any]) -> None:
+    expected = step_of(None)
+    results = of_product(strategy, step_of)
+    of_rows = [row for result in results for row in result["logprobs"]]
+    for row, known in zip(of_rows, expected["logprobs"], strict=False):
+        assert row == pytest.approx(known, abs=1e-4)
+    for result in results:
+        for name in ("loss", "grad_norm", "entropy", "gap_mean"):
+            assert result[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 def test_a_critic_gives_the_values_of_paths() -> None:
