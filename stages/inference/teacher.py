@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import aiohttp
@@ -125,16 +125,28 @@ class TeacherServer:
         if self._session is not None:
             await self._session.close()
 
-    async def logprobs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
-        """Return the logprobs float32 [T] of the response of each (prompt, response).
+    async def logprobs(
+        self, rows: Sequence[tuple[list[int], list[int]]], branches: Sequence[Sequence[int]] = ()
+    ) -> list[torch.Tensor]:
+        """Return the logprobs float32 [T] of the response of each (prompt, response). ``branches``:
+        the column of each, where there is one: the server is asked for each branch's path.
 
         Raises TeacherRefused, TeacherUnreachable.
         """
-        choices = await self._choices([prompt + response for prompt, response in rows])
-        return [
-            torch.tensor(logprobs_in(choice, prompt + response)[len(prompt) :])
-            for choice, (prompt, response) in zip(choices, rows, strict=True)
-        ]
+        asked = []  # the tokens before those of a branch, and these
+        counts = []  # branches of each row
+        for (prompt, response), column in zip_longest(rows, branches, fillvalue=()):
+            tree = branches_of(column, len(response))
+            counts.append(len(tree))
+            for branch in tree:
+                before = [response[place] for place in branch.path(branch.begin)]
+                asked.append((prompt + before, response[branch.begin : branch.end]))
+        choices = await self._choices([before + own for before, own in asked])
+        parts = (
+            torch.tensor(logprobs_in(choice, before + own)[len(before) :])
+            for choice, (before, own) in zip(choices, asked, strict=True)
+        )
+        return [torch.cat([*islice(parts, count)]) for count in counts]
 
     async def _choices(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
         body = {"model": self._model, "prompt": prompts, "temperature": 1.0, **self._way}
@@ -296,18 +308,8 @@ class TeacherReference(Stage):
         return int(held < self._most_rows)  # a claim of one group each, which run at the same time
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        columns = [plain_values(rows[name]) for name in self.fetches]
-        if len(columns) == 2:
-            columns.append([[]] * len(claim))
-        asked, counts = [], []
-        for prompt, response, branches in zip(*columns, strict=True):
-            tree = branches_of(branches, len(response))
-            counts.append(len(tree))
-            for branch in tree:
-                path = [response[place] for place in branch.path()]
-                asked.append((prompt + path[: branch.depth], path[branch.depth :]))
-        parts = iter(await self.server.logprobs(asked))
-        logprobs = [torch.cat([*islice(parts, count)]) for count in counts]
+        prompts, responses, *branches = (plain_values(rows[name]) for name in self.fetches)
+        logprobs = await self.server.logprobs(list(zip(prompts, responses, strict=True)), *branches)
         yield Written(
             range(len(claim)), rows={"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum())
         )

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from stages.flow.catalogue import OBSERVED
 from stages.samples.segments import described
+from stages.samples.trajectory_export import openenv_trace
 from stages.trajectories.progress import Progress, parked_columns
 from tests.stages.prompts.test_conversations import small_bpe
 
@@ -68,3 +69,43 @@ def test_calls_of_tools_stand_beside_the_turn_that_made_them() -> None:
         [],
     ]
     assert all(segment["reward"] is None for segment in segments)
+
+
+def test_the_parts_of_a_branch_say_what_it_goes_on_from_and_its_turns_have_its_path() -> None:
+    tokenizer = small_bpe()
+    progress = Progress()
+    for after, observation in [(0, [5, 6]), (1, [7]), (1, [7, 8]), (0, [5, 6])]:
+        progress.observe(observation, after)
+        progress.begin_turn()
+        progress.turn_reward.append(0.5)
+        progress.append([20 + len(progress.turn_starts)] * 2, [-0.5] * 2, 3)
+    assert progress.token_ids == [5, 6, 21, 21, 7, 22, 22, 8, 23, 23, 24, 24]
+    assert progress.branches == [7, 5, 10, 2]
+    columns = {
+        name: column[0].tolist()
+        for name, column in parked_columns([progress]).items()
+        if name != "truncated"
+    }
+    segments = described(columns, tokenizer)
+    assert [segment["generated"] for segment in segments] == [*[False, True] * 3, True]
+    assert [segment["branch"] for segment in segments] == [0, 0, 0, 0, 1, 1, 2]
+    assert [segment.get("shares") for segment in segments] == [0, *[None] * 3, 5, None, 2]
+    names = ("step", "group", "place", "reward", "ending")
+    trajectory = {
+        **dict.fromkeys(names, 0),
+        "prompt_ids": [1],
+        "completion_ids": progress.token_ids,
+        "logprobs": progress.logprobs,
+        "segments": segments,
+        "branches": progress.branches,
+    }
+    turns = openenv_trace(trajectory)["turns"]
+    assert [turn["prompt_token_ids"] for turn in turns] == [
+        [1, 5, 6],
+        [1, 5, 6, 21, 21, 7],
+        [1, 5, 6, 21, 21, 7, 8],
+        [1, 5, 6],
+    ]
+    assert [turn["completion_token_ids"] for turn in turns] == [[n, n] for n in (21, 22, 23, 24)]
+    observed = [bool(turn["metadata"]["observation"]) for turn in turns]
+    assert observed == [True, False, False, False], "what follows a turn on its own branch"

@@ -12,6 +12,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from stages.engines.torch.train import TorchTrainEngine
+from stages.flow.catalogue import BRANCHES
 from stages.inference.teacher import (
     TeacherOptions,
     TeacherRefused,
@@ -32,29 +33,41 @@ DISTILLED: dict[str, Any] = {
 
 
 async def logprobs_of(
-    teacher: TinyTeacher, rows: list[tuple[list[int], list[int]]], **options: Any
+    teacher: TinyTeacher,
+    rows: list[tuple[list[int], list[int]]],
+    branches: list[list[int]] | None = None,
+    **options: Any,
 ) -> list[torch.Tensor]:
     server = TeacherServer(
         TeacherOptions(teacher.url, **{"wait": 0.01, **options}), tiny_tokenizer()
     )
     try:
         await server.open()
-        return await server.logprobs(rows)
+        return await server.logprobs(rows, branches or [])
     finally:
         await server.close()
 
 
 @pytest.mark.parametrize("way", ["prompt_logprobs", "echo"])
 async def test_logprobs_are_those_of_the_reference_stage(way: str) -> None:
-    """Also while the server is busy at first."""
+    """Also while the server is busy at first, and of rows with branches."""
     batch, rows = tiny_rows()
     model, _ = load_model("tiny", dtype=torch.float32, seed=0)
     engine = TorchTrainEngine(model, learning_rate=1e-3, total_steps=1, device="cpu", threads=1)
-    with serving(TinyTeacher(way=way, busy=2)) as teacher:
-        found = await logprobs_of(teacher, rows)
-    for got, expected in zip(found, engine.logprobs(batch).unbind(), strict=True):
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    branches = [
+        [begin for begin in (n // 2, n // 2 - 1) if n > 3] for n in (len(r) for _, r in rows)
+    ]
+    for columns in ([], branches):
+        if columns:
+            batch[BRANCHES] = torch.nested.nested_tensor(
+                [torch.tensor(column, dtype=torch.int64) for column in columns],
+                layout=torch.jagged,
+            )
+        with serving(TinyTeacher(way=way, busy=2)) as teacher:
+            found = await logprobs_of(teacher, rows, columns)
+        for got, expected in zip(found, engine.logprobs(batch).unbind(), strict=True):
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 async def test_what_a_server_cannot_do_is_said_in_words(caplog: pytest.LogCaptureFixture) -> None:
