@@ -13,7 +13,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -74,21 +74,45 @@ async def respond(
     its times are counted. Raises HTTPProblem; after the first event an error is an event, too."""
     begun = False
     try:
-        async with policies.use(request.model) as policy:
-            measured = latencies.request(request.model) if latencies else None
-            with measured or contextlib.nullcontext(_ignore) as arrived:
-                responder = _Responder(policy, request, owner, arrived)
-                async with aclosing(responder.parts()) as parts:
-                    async for part in parts:
-                        yield b"data: " + part + b"\n\n" if request.stream else part
-                        begun = True
+        async with (
+            answering(policies, request, owner, latencies) as responder,
+            aclosing(responder.parts()) as parts,
+        ):
+            async for part in parts:
+                yield b"data: " + part + b"\n\n" if request.stream else part
+                begun = True
     except Exception as error:
-        problem = _failure(error)
         if not begun:
-            raise problem from error
-        yield b"data: " + json.dumps(problem_of(problem).openai()).encode() + b"\n\n"
+            raise
+        yield b"data: " + json.dumps(problem_of(error).openai()).encode() + b"\n\n"
     if request.stream:
         yield b"data: [DONE]\n\n"
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    policies: Policies, request: Request, owner: str, latencies: Latencies | None
+) -> AsyncIterator[Responder]:
+    """The responder of ``request``; the arguments are those of :func:`respond`. What an engine
+    raises is raised as an HTTPProblem."""
+    async with opened(policies, request.model) as policy:
+        measured = latencies.request(request.model) if latencies else None
+        with measured or contextlib.nullcontext(_ignore) as arrived:
+            yield Responder(policy, request, owner, arrived)
+
+
+@contextlib.asynccontextmanager
+async def opened(policies: Policies, model: str) -> AsyncIterator[ServedPolicy]:
+    """The policy of ``model``. What its engine or its tokenizer raises is raised as an
+    HTTPProblem."""
+    try:
+        async with policies.use(model) as policy:
+            yield policy
+    except Exception as error:
+        problem = _failure(error)
+        if problem is error:
+            raise
+        raise problem from error
 
 
 def _ignore(choice: int) -> None:
@@ -123,7 +147,7 @@ def _failure(error: Exception) -> Exception:
     return error
 
 
-class _Responder:
+class Responder:
     """The answer of ``policy`` to one request. ``arrived`` is called for each token, with the
     number of its choice.
 
@@ -192,9 +216,23 @@ class _Responder:
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         """Yield the whole answer as JSON, or its parts as tokens are made."""
+        options = self._request.stream_options
+        async with aclosing(self.changed()) as changed:
+            async for choice in changed:
+                if self._request.stream:
+                    more = {}
+                    if options and options.include_usage and options.continuous_usage_stats:
+                        more = {"usage": self.usage()}
+                    yield await self._part([choice], **more)
+        if not self._request.stream:
+            yield await self._part(self._choices, usage=self.usage())
+        elif options and options.include_usage:
+            yield await self._part([], usage=self.usage())
+
+    async def changed(self) -> AsyncGenerator[ChoiceText, None]:
+        """Yield each choice when it has new text, or has ended."""
         request = self._request
-        options = request.stream_options
-        context = self._context
+        context = self._policy.context
         room = (context or MOST_TOKENS) - max(1, asked_tokens(request) or 1)
         self._prompts = await read_prompts(self._policy, request, self._owner, context, room)
         words = await read_words(self._policy, request.bad_words or (), self._owner)
@@ -205,20 +243,11 @@ class _Responder:
             if self._generates:
                 async with aclosing(self._generated(engine, groups)) as changed:
                     async for choice in changed:
-                        if request.stream:
-                            more = {}
-                            if options and options.include_usage and options.continuous_usage_stats:
-                                more = {"usage": self._usage()}
-                            yield await self._part([choice], **more)
+                        yield choice
             else:
                 for choice in self._choices:
                     choice.finish("length")
-                    if request.stream:
-                        yield await self._part([choice])
-        if not request.stream:
-            yield await self._part(self._choices, usage=self._usage())
-        elif options and options.include_usage:
-            yield await self._part([], usage=self._usage())
+                    yield choice
 
     async def _generated(
         self, engine: RolloutEngine, groups: Sequence[GroupRequest]
@@ -372,7 +401,7 @@ class _Responder:
 
     def _refuse_many_tokens(self, choices: int) -> None:
         """Raise an HTTPProblem where the answer may be too large to be kept."""
-        context = self._context
+        context = self._policy.context
         tokens = self._params.max_tokens
         tokens = tokens if context is None else min(tokens, context)
         field_name = "max_tokens"
@@ -390,13 +419,8 @@ class _Responder:
             fix = f"ask for at most {limit} in one request, by max_tokens or n"
             raise refused(detail, field_name, fix)
 
-    @property
-    def _context(self) -> int | None:
-        """Tokens of the engine's context; None where it does not say."""
-        engine = self._policy.engines.all()[-1]
-        return engine.context if isinstance(engine, BoundedEngine) else None
-
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
+        """Return the tokens so far."""
         num_prompt_tokens = sum(map(len, self._prompts))
         return Usage(
             prompt_tokens=num_prompt_tokens,

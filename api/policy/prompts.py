@@ -23,27 +23,37 @@ async def read_prompts(
 ) -> list[list[int]]:
     """Return the tokens of each prompt. ``context``, ``room``: tokens of the longest sequence, and
     of the longest prompt. Raises HTTPProblem."""
-    field = "messages" if isinstance(request, ChatRequest) else "prompt"
-    try:
-        if isinstance(request, ChatRequest):
-            prompts: list[Any] = await _read_chat(policy, request, owner, context)
-        else:
-            prompts = list(several(request.prompt))
-            places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str)]
-            texts = [prompts[place] for place in places]
-            special = request.add_special_tokens is not False
-            ids = await policy.texts.ids(texts, owner, context, special_tokens=special)
-            for place, tokens in zip(places, ids, strict=True):
-                prompts[place] = tokens
-    except TextRefused as error:
-        raise refused(str(error), field, error.fix, error.value) from None
+    prompts = await encode_prompts(policy, request, owner, context)
     if (most := request.truncate_prompt_tokens) is not None:
         most = room if most < 0 else most
         from_right = request.truncation_side == "right"
         prompts = [ids[:most] if from_right else ids[max(0, len(ids) - most) :] for ids in prompts]
     if not all(prompts):
-        raise refused("A prompt has no tokens.", field, "give a text")
+        raise refused("A prompt has no tokens.", _field_of(request), "give a text")
     return prompts
+
+
+async def encode_prompts(
+    policy: ServedPolicy, request: Request, owner: str, context: int | None
+) -> list[list[int]]:
+    """Return the tokens of each prompt as it is, also of an empty one. Raises HTTPProblem."""
+    try:
+        if isinstance(request, ChatRequest):
+            return await _read_chat(policy, request, owner, context)
+        prompts: list[Any] = list(several(request.prompt))
+        places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str)]
+        texts = [prompts[place] for place in places]
+        special = request.add_special_tokens is not False
+        ids = await policy.texts.ids(texts, owner, context, special_tokens=special)
+        for place, tokens in zip(places, ids, strict=True):
+            prompts[place] = tokens
+        return prompts
+    except TextRefused as error:
+        raise refused(str(error), _field_of(request), error.fix, error.value) from None
+
+
+def _field_of(request: Request) -> str:
+    return "messages" if isinstance(request, ChatRequest) else "prompt"
 
 
 async def _read_chat(
@@ -52,7 +62,7 @@ async def _read_chat(
     if policy.tokenizer.chat_template is None:
         fix = "use /v1/completions, or set prompts.chat_template in the recipe"
         raise refused("The model has no chat template.", "messages", fix)
-    messages = [message.as_templates_read for message in request.messages]
+    read = request.as_templates_read
     continues = bool(request.continue_final_message)
     begins = request.add_generation_prompt
     options = {
@@ -61,7 +71,9 @@ async def _read_chat(
         "continue_final_message": continues,
     }
     special = bool(request.add_special_tokens)
-    return await policy.texts.chat(messages, owner, context, options, special_tokens=special)
+    return await policy.texts.chat(
+        read.messages, owner, context, options, tools=read.tools, special_tokens=special
+    )
 
 
 async def read_words(policy: ServedPolicy, words: Sequence[str], owner: str) -> Words:

@@ -1,8 +1,8 @@
 """Process of a server's policies: ``python -m api.policy.worker``.
 
 ASYNCDOCK_POLICIES: options of Policies as JSON
-standard input, a listening socket: POST /v1/completions and /v1/chat/completions, with bodies that
-the server has checked; GET /metrics
+standard input, a listening socket: the paths of api.policy.answers by POST, with bodies that the
+server has checked; GET /metrics
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import Any
 
 from aiohttp import web
 
-from api.policy.handler import respond
+from api.policy.answers import ALL, AnyRequest, answer
 from api.policy.latency import Latencies
 from api.policy.process import OPTIONS_VARIABLE, OWNER
-from api.schemas.completions import REQUESTS, Request
 from api.server.http.problems import BEGAN, problems
 from orchestration import logs
 from orchestration.policy import text_worker as text_worker  # forked from this process
@@ -31,14 +30,14 @@ from orchestration.streams import open_outputs
 
 
 async def _answer(
-    policies: Policies, latencies: Latencies, model: type[Request], request: web.Request
+    policies: Policies, latencies: Latencies, model: type[AnyRequest], request: web.Request
 ) -> web.StreamResponse:
-    completion_request = model.model_validate_json(await request.read())
+    asked = model.model_validate_json(await request.read())
     async with aclosing(
-        respond(policies, completion_request, request.headers.get(OWNER, ""), latencies)
+        answer(policies, asked, request.headers.get(OWNER, ""), latencies)
     ) as parts:
         first = await anext(parts)
-        response = web.StreamResponse(headers={"Content-Type": completion_request.media_type})
+        response = web.StreamResponse(headers={"Content-Type": asked.media_type})
         request[BEGAN] = True
         await response.prepare(request)
         await response.write(first)
@@ -54,7 +53,7 @@ async def _serve(options: dict[str, Any], forks: ForkServer) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     app = web.Application(middlewares=[problems], client_max_size=2**30)
-    for path, model in REQUESTS.items():
+    for path, model in ALL.items():
         app.router.add_post(path, partial(_answer, policies, latencies, model))
 
     async def metrics(_: web.Request) -> web.Response:

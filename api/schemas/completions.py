@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_val
 
 from api.schemas.runs import Strict
 from stages.engines.bounds import LEAST, MOST_TEMPERATURE, temperature_fix, top_p_fix
+from stages.environments.interface import Request as Conversation
 from stages.environments.programs.messages import text_of
 from stages.json_schema import fault
 
@@ -78,11 +79,10 @@ class Ignored(Strict):
     stream_interval: Any = None
 
 
-class Sampling(Ignored):
-    """What both kinds of requests have.
+class Asking(Ignored):
+    """What every request for responses has.
 
-    ``mix_versions`` is AsyncDock's own; what OpenAI's API does not have is vLLM's. What is not
-    served is taken with the value that it has by default, as some clients send it.
+    ``mix_versions`` is AsyncDock's own; what OpenAI's API does not have is vLLM's.
     """
 
     model: str = Field(
@@ -96,7 +96,6 @@ class Sampling(Ignored):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="The least probability, as a part of the likeliest token's."
     )
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES, description="Choices of each prompt.")
     seed: int | None = Field(
         None, ge=-(2**63), le=2**63 - 1, description="The same seed and version: the same tokens."
     )
@@ -116,7 +115,7 @@ class Sampling(Ignored):
         None, description="Of a response before it may end, but by max_tokens."
     )
     ignore_eos: bool | None = Field(None, description="A response does not end by itself.")
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
     stop_token_ids: SomeIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="Default: true.")
@@ -130,6 +129,24 @@ class Sampling(Ignored):
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Which is cut off. Default: left."
     )
+    stream: bool | None = None
+    mix_versions: bool | None = Field(
+        None, description="Tokens of an answer may come from versions published meanwhile."
+    )
+
+    @property
+    def media_type(self) -> str:
+        """Of the answer."""
+        return "text/event-stream; charset=utf-8" if self.stream else "application/json"
+
+
+class Sampling(Asking):
+    """What completions and chats have.
+
+    What is not served is taken with the value that it has by default, as some clients send it.
+    """
+
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES, description="Choices of each prompt.")
     prompt_logprobs: Likeliest | None = Field(
         None, description="Logprobs of the prompt's tokens and of this many likeliest ones."
     )
@@ -140,11 +157,7 @@ class Sampling(Ignored):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Logprobs name tokens as `token_id:N`."
     )
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    mix_versions: bool | None = Field(
-        None, description="Tokens of an answer may come from versions published meanwhile."
-    )
     use_beam_search: Literal[False] | None = Field(None, description="Not served.")
     response_format: ResponseFormat | None = None
     structured_outputs: None = None
@@ -155,11 +168,6 @@ class Sampling(Ignored):
         if options is not None and not request.data.get("stream") and options.model_fields_set:
             raise fault("is of a stream", "set stream to true, or leave it out")
         return options
-
-    @property
-    def media_type(self) -> str:
-        """Of the answer."""
-        return "text/event-stream; charset=utf-8" if self.stream else "application/json"
 
 
 class CompletionRequest(Sampling):
@@ -256,6 +264,20 @@ class ChatRequest(Sampling):
     reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None
+
+    @property
+    def as_templates_read(self) -> Conversation:
+        return Conversation([message.as_templates_read for message in self.messages])
+
+
+class ReadChat(ChatRequest):
+    """A request in another form, as a chat. ``conversation``: in place of messages and tools."""
+
+    conversation: Conversation
+
+    @property
+    def as_templates_read(self) -> Conversation:
+        return self.conversation
 
 
 Request = CompletionRequest | ChatRequest

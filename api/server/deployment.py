@@ -12,14 +12,15 @@ from contextlib import aclosing
 
 import pydantic
 
-from api.policy.handler import respond
-from api.schemas.completions import REQUESTS, ModelsView, ModelView
+from api.policy.answers import ALL, answer
+from api.schemas.completions import ModelsView, ModelView
 from api.server.access.authorization import allowed
 from api.server.access.limits import Rates, client_of
 from api.server.access.settings import Settings
 from api.server.access.tokens import Scope, Tokens
 from api.server.http.bodies import JSON, refuse_many_values, too_large
 from api.server.http.problems import (
+    ANTHROPIC_PATHS,
     OPENAI_PATHS,
     HTTPProblem,
     errors_of,
@@ -55,7 +56,9 @@ class PolicyDeployment:
         try:
             return await self._answer(request)
         except Exception as error:
-            problem = problem_of(error).response(OPENAI_PATHS[0])
+            path = request.url.path
+            known = path if path.startswith(ANTHROPIC_PATHS) else OPENAI_PATHS[0]
+            problem = problem_of(error).response(known)
             return Response(problem.body, problem.status, dict(problem.headers))
 
     async def _answer(self, request: Request) -> Response:
@@ -65,7 +68,7 @@ class PolicyDeployment:
             raise HTTPProblem(
                 429, "Too many requests.", kind="rate", headers={"Retry-After": str(int(wait) + 1)}
             )
-        model = REQUESTS.get(path) if request.method == "POST" else None
+        model = ALL.get(path) if request.method == "POST" else None
         if model is None and (request.method, path) != ("GET", "/v1/models"):
             raise HTTPProblem(404, "There is nothing at this path.", kind="no-such-path")
         scope: Scope = "run" if model else "read"
@@ -82,12 +85,12 @@ class PolicyDeployment:
                 raise too_large(self._settings.body_limit)
         refuse_many_values(bytes(body), BODY_VALUES)
         try:
-            completion_request = model.model_validate_json(bytes(body), strict=True)
+            asked = model.model_validate_json(bytes(body), strict=True)
         except pydantic.ValidationError as error:
             raise invalid_request(422, errors_of(error)) from None
-        parts = respond(self._policies, completion_request, token.id)
+        parts = answer(self._policies, asked, token.id)
         return StreamingResponse(
-            _with_first(await anext(parts), parts), media_type=completion_request.media_type
+            _with_first(await anext(parts), parts), media_type=asked.media_type
         )
 
 

@@ -30,7 +30,13 @@ from pipeline.data.events import ENDED
 from pipeline.documents.flow import SECRET, VERSION
 from pipeline.index.client import Index
 from stages import device as devices
-from stages.engines.protocols import EngineClosed, EngineFailed, SamplingParams, WeightMismatch
+from stages.engines.protocols import (
+    BoundedEngine,
+    EngineClosed,
+    EngineFailed,
+    SamplingParams,
+    WeightMismatch,
+)
 from stages.model.load import Tokenizer
 from stages.threads import run_in_thread
 from stages.weights.published import WeightsDamaged, WeightsUnreachable
@@ -53,6 +59,12 @@ class ServedPolicy:
     sampling: SamplingParams
     engines: PolicyEngines
     trains: bool = False
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the engine's context; None where it does not say."""
+        engine = self.engines.all()[-1]
+        return engine.context if isinstance(engine, BoundedEngine) else None
 
 
 class Policies:

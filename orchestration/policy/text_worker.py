@@ -1,7 +1,7 @@
 """The process that renders chats and tokenises long texts for :mod:`orchestration.policy.texts`,
 one request at a time.
 
-    {"recipe", "messages", "options" | "texts", "most"} ──▶ chat template ──▶ tokenizer ──▶ {"ids"} or {"refused", "fix"}
+    {"recipe", "messages", "tools", "options" | "texts"} ──▶ chat template ──▶ tokenizer ──▶ {"ids"} or {"refused", "fix"}
 
 The template and the tokenizer's patterns come with a model or a recipe: they are programs of a
 stranger.
@@ -38,7 +38,7 @@ def _opened(recipe: str) -> tuple[Recipe, Tokenizer]:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return the tokens of the ``texts``, or those of the ``messages`` as the chat template of
-    ``recipe`` renders them with ``options``.
+    ``recipe`` renders them with ``options`` and ``tools``.
 
     ``most``: characters of a text, None: any number. ``special_tokens``: the tokenizer adds its
     own.
@@ -72,7 +72,10 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         "tokenize": False,
     }
     try:
-        text = str(tokenizer.apply_chat_template(request["messages"], **options))
+        messages = request["messages"]
+        if request.get("tools"):
+            messages = _with_tools(tokenizer, messages, request["tools"], options)
+        text = str(tokenizer.apply_chat_template(messages, **options))
     except MemoryError:
         return TOO_LARGE
     except Exception as error:  # a template is a program and may raise anything
@@ -87,6 +90,23 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
             "fix": f"give shorter ones: {request['most']} characters fit the context",
         }
     return {"ids": [_ids(tokenizer, text, add_special_tokens=special)]}
+
+
+def _with_tools(
+    tokenizer: Tokenizer, messages: list[Any], tools: list[Any], options: dict[str, Any]
+) -> list[Any]:
+    """Return the messages to render. Puts the tools into ``options``, where the template has
+    some."""
+    from stages.environments.dialogue.tool_forms import with_readable_tools
+
+    variables = {
+        name: value for name, value in options.items() if name not in {*VARIABLES, "tokenize"}
+    }
+    template = tokenizer.get_chat_template(tools=tools)
+    rendered, template_tools = with_readable_tools(tokenizer, template, variables, messages, tools)
+    if template_tools:
+        options["tools"] = template_tools
+    return list(rendered)
 
 
 def _ids(tokenizer: Tokenizer, text: str, **options: bool) -> list[int]:

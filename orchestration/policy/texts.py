@@ -172,17 +172,18 @@ class PolicyTexts:
 
     async def chat(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, Any]],
         owner: str,
         context: int | None,
         options: Mapping[str, Any] = MappingProxyType({}),
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         special_tokens: bool = False,
     ) -> list[list[int]]:
-        """Return the tokens of the prompt that the chat template makes of ``messages`` and its
-        ``options``. Raises TextRefused and TurnsFull."""
+        """Return the tokens of the prompt that the chat template makes of ``messages``, ``tools``
+        and its ``options``. Raises TextRefused and TurnsFull."""
         self._refuse_long(sum(len(message["content"]) for message in messages), context)
-        what = {"messages": list(messages), "options": dict(options)}
+        what = {"messages": list(messages), "tools": list(tools), "options": dict(options)}
         return await self._read({**what, "special_tokens": special_tokens}, owner, context)
 
     async def _read(self, what: dict[str, Any], owner: str, context: int | None) -> list[list[int]]:

@@ -98,26 +98,28 @@ class Turn:
     ``message``: as an assistant's message, with ``tool_calls`` where it calls tools, each
     ``{"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}``. ``fault``: why
     a tool call in it cannot be read (""): the content is all of its text then. ``truncated``: it was
-    cut at its longest. ``tokens``: for a program.
+    cut at its longest. ``tokens``: for a program. ``stop``: the stop string at which it ended ("").
     """
 
     message: Message
     fault: str = ""
     truncated: bool = False
     tokens: TurnTokens | None = None
+    stop: str = ""
 
 
 @dataclass(frozen=True)
 class TurnTokens:
     """The tokens of a turn: ``prompt_ids``, all before it, ``token_ids``, and the ``logprobs`` of
     these. The lists are empty unless the request asks for them; ``prompt`` and ``generated`` are
-    how many there are."""
+    how many there are, and ``cached`` how many of the prompt were not computed again."""
 
     prompt: int
     generated: int
     prompt_ids: Sequence[int] = ()
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
+    cached: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ Find = Callable[[str], Awaitable[Token | None]]
 async def allowed(find: Find, headers: Mapping[str, str], scope: Scope, *, needed: bool) -> Token:
     """Return the token of a request, which ``find`` looks up; LOCAL where none came and none is
     ``needed``. Raises an HTTPProblem (401, 403)."""
-    kind, _, presented = headers.get("Authorization", "").partition(" ")
+    key = headers.get("x-api-key")  # as Anthropic's clients send it
+    default = f"Bearer {key}" if key else ""
+    kind, _, presented = headers.get("Authorization", default).partition(" ")
     kind = "" if presented == NO_TOKEN else kind
     if not kind and not needed:
         return LOCAL

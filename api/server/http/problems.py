@@ -11,7 +11,7 @@ import http
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import structlog
@@ -25,12 +25,17 @@ from orchestration.processes.confined import TurnsFull
 from orchestration.recipe.problems import RecipeError
 from orchestration.state.registry import KeyReused, UnknownRun, WrongState
 from pipeline.index.client import IndexUnreachable
-from stages.environments.programs.messages import openai_error
+from stages.environments.programs.messages import anthropic_error, openai_error
 
 log = structlog.get_logger()
 
 MEDIA_TYPE = "application/problem+json"
-OPENAI_PATHS = ("/v1/completions", "/v1/chat/", "/v1/models")  # begin those with OpenAI's errors
+# begin those with errors of OpenAI's, and of Anthropic's
+OPENAI_PATHS = (
+    *("/v1/completions", "/v1/chat/", "/v1/models", "/v1/responses"),
+    *("/tokenize", "/detokenize"),
+)
+ANTHROPIC_PATHS = ("/v1/messages",)
 # as the openai client names them
 OPENAI_TYPES = {
     401: "AuthenticationError",
@@ -38,6 +43,15 @@ OPENAI_TYPES = {
     404: "NotFoundError",
     429: "RateLimitError",
     503: "ServiceUnavailableError",
+}
+# of Anthropic's API
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 RETRY_SECONDS = 2  # for clients, when the index does not answer
 BEGAN = web.RequestKey("began", bool)  # whether the headers of the answer were sent
@@ -95,6 +109,18 @@ class ErrorView(BaseModel):
     error: OpenAIError
 
 
+class AnthropicError(BaseModel):
+    type: str
+    message: Text = Field(description="What is wrong, and the fix.")
+
+
+class AnthropicErrorView(BaseModel):
+    """An error as Anthropic's clients read it."""
+
+    type: Literal["error"]
+    error: AnthropicError
+
+
 class HTTPProblem(Exception):
     """An answer that is a problem.
 
@@ -136,14 +162,23 @@ class HTTPProblem(Exception):
     def openai(self) -> dict[str, Any]:
         """Return the problem as OpenAI's error object; what is refused has status 400 there."""
         details = self.details
-        status = _openai_status(self.status)
+        status = _clients_status(self.status)
+        default = "InternalServerError" if status >= 500 else "BadRequestError"
+        kind = OPENAI_TYPES.get(status, default)
+        error = openai_error(kind, self._message(), details.field, status)
+        return {"error": {**error["error"], "kind": details.type}}
+
+    def _message(self) -> str:
+        details = self.details
         rules = {error.rule for error in details.errors if error.rule}
         parts = [f"{details.detail.rstrip('.')}."]
         parts += [f"Fix: {details.fix}"] if details.fix else []
-        default = "InternalServerError" if status >= 500 else "BadRequestError"
-        kind = OPENAI_TYPES.get(status, default)
-        error = openai_error(kind, " ".join([*parts, *rules]), details.field, status)
-        return {"error": {**error["error"], "kind": details.type}}
+        return " ".join([*parts, *rules])
+
+    def anthropic(self) -> dict[str, Any]:
+        """Return the problem as Anthropic's error object, with the status as of OpenAI's."""
+        default = "api_error" if self.status >= 500 else "invalid_request_error"
+        return anthropic_error(ANTHROPIC_TYPES.get(self.status, default), self._message())
 
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> HTTPProblem:
@@ -154,14 +189,24 @@ class HTTPProblem(Exception):
 
     def response(self, path: str = "") -> web.Response:
         """Return the answer to a request for ``path``."""
-        if path.startswith(OPENAI_PATHS):
-            status = _openai_status(self.status)
-            return web.json_response(self.openai(), status=status, headers=self.headers)
+        view = error_view(path)
+        if view is not ProblemDetails:
+            status = _clients_status(self.status)
+            error = self.openai() if view is ErrorView else self.anthropic()
+            return web.json_response(error, status=status, headers=self.headers)
         headers = {"Content-Type": f"{MEDIA_TYPE}; charset=utf-8", **self.headers}
         return web.Response(status=self.status, body=self.body(), headers=headers)
 
 
-def _openai_status(status: int) -> int:
+def error_view(path: str) -> type[BaseModel]:
+    """Return the form of errors at ``path``."""
+    if path.startswith(OPENAI_PATHS):
+        return ErrorView
+    return AnthropicErrorView if path.startswith(ANTHROPIC_PATHS) else ProblemDetails
+
+
+def _clients_status(status: int) -> int:
+    """Return the status for the clients of models' APIs: what is refused has 400 there."""
     return 400 if status == 422 else status
 
 

@@ -1,4 +1,4 @@
-"""Routes of served policies, as OpenAI's API has them: models, completions, chat completions.
+"""Routes of served policies, as OpenAI's, vLLM's and Anthropic's APIs have them.
 
 request ──▶ token, validation ──▶ is there such a model? ──▶ the policies' process (api.policy) ──▶ its answer, as it comes
 """
@@ -19,6 +19,20 @@ from api.schemas.completions import (
     ModelView,
     Request,
 )
+from api.schemas.forms import (
+    CountRequest,
+    CountView,
+    DetokenizedView,
+    DetokenizeRequest,
+    FormRequest,
+    MessagesRequest,
+    MessageView,
+    ResponsesRequest,
+    ResponseView,
+    TokenizeRequest,
+    TokensRequest,
+    TokensView,
+)
 from api.schemas.runs import Strict
 from api.server.http.problems import HTTPProblem
 from api.server.service.operations import operation, while_wanted
@@ -35,6 +49,7 @@ _asking: dict[str, Any] = {
     "seconds": 0,
     "streams": True,
 }
+_encoding = {**_asking, "streams": False}
 
 
 class ModelPath(Strict):
@@ -93,8 +108,51 @@ async def create_chat_completion(
     return await _forward(service, request, body, raw)  # type: ignore[return-value]
 
 
+@operation("POST", "/v1/responses", summary="A policy's response, as OpenAI has it", **_asking)
+async def create_response(
+    service: Service, request: web.Request, body: ResponsesRequest, raw: bytes
+) -> ResponseView:
+    """OpenAI's responses. Nothing is stored."""
+    return await _forward(service, request, body, raw)  # type: ignore[return-value]
+
+
+@operation("POST", "/v1/messages", summary="A policy's message, as Anthropic has it", **_asking)
+async def create_message(
+    service: Service, request: web.Request, body: MessagesRequest, raw: bytes
+) -> MessageView:
+    """Anthropic's messages. The token may come as `x-api-key`."""
+    return await _forward(service, request, body, raw)  # type: ignore[return-value]
+
+
+@operation("POST", "/v1/messages/count_tokens", summary="Tokens of a conversation", **_encoding)
+async def count_tokens(
+    service: Service, request: web.Request, body: CountRequest, raw: bytes
+) -> CountView:
+    """Anthropic's count of tokens."""
+    return await _forward(service, request, body, raw)  # type: ignore[return-value]
+
+
+@operation("POST", "/tokenize", summary="The tokens of a text or a conversation", **_encoding)
+async def tokenize(
+    service: Service, request: web.Request, body: TokenizeRequest, raw: bytes
+) -> TokensView:
+    """As vLLM has it."""
+    return await _forward(service, request, body, raw)  # type: ignore[return-value]
+
+
+@operation("POST", "/detokenize", summary="The text of tokens", **_encoding)
+async def detokenize(
+    service: Service, request: web.Request, body: DetokenizeRequest, raw: bytes
+) -> DetokenizedView:
+    """As vLLM has it."""
+    return await _forward(service, request, body, raw)  # type: ignore[return-value]
+
+
 async def _forward(
-    service: Service, request: web.Request, body: Request, raw: bytes
+    service: Service,
+    request: web.Request,
+    body: Request | FormRequest | TokensRequest,
+    raw: bytes,
 ) -> web.StreamResponse:
     await get_model(service, ModelPath(model=body.model))
     if not service.settings.policies:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from api.server.http.bodies import JSON
-from api.server.http.problems import MEDIA_TYPE, ErrorView, ProblemDetails
+from api.server.http.problems import MEDIA_TYPE, ProblemDetails
 from api.server.service.operations import PARTS, REASONS, Operation, operations_of
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -31,7 +31,7 @@ def openapi_document(
     schemas: dict[Any, None] = dict.fromkeys(
         (o.parts["body"], "validation") for o in operations if "body" in o.parts
     )
-    answers = [o.answer for o in operations if o.answer] + [ProblemDetails, ErrorView]
+    answers = [model for o in operations for model in (o.answer, o.error) if model]
     messages = [model for o in operations for model in o.events.values()]
     schemas |= dict.fromkeys((model, "serialization") for model in [*answers, *messages])
     references, components = models_json_schema(list(schemas), ref_template=_REFERENCE)
@@ -85,12 +85,11 @@ def _describe(o: Operation, references: Mapping[Any, Any], tokens: bool) -> dict
         str(code): {"description": text, **success}
         for code, text in {status: o.summary, **o.also}.items()
     }
-    error: type[BaseModel] = ErrorView if o.errs_as_openai else ProblemDetails
-    error_type = JSON if o.errs_as_openai else MEDIA_TYPE
+    error_type = MEDIA_TYPE if o.error is ProblemDetails else JSON
     for code in o.statuses:
         problem = {
             "description": REASONS[code],
-            "content": content(error, "serialization", error_type),
+            "content": content(o.error, "serialization", error_type),
         }
         if code in (429, 503):
             problem["headers"] = {"Retry-After": _header("Seconds to wait.", "integer")}

@@ -30,7 +30,14 @@ from pydantic import BaseModel, RootModel
 from api.schemas.runs import Strict as Strict  # the base class of request models
 from api.server.access.tokens import Scope
 from api.server.http.bodies import JSON, read_body, refuse_many_values
-from api.server.http.problems import OPENAI_PATHS, HTTPProblem, Wrong, errors_of, invalid_request
+from api.server.http.problems import (
+    HTTPProblem,
+    ProblemDetails,
+    Wrong,
+    error_view,
+    errors_of,
+    invalid_request,
+)
 from api.server.service.service import PRINCIPAL, SERVICE
 
 T = TypeVar("T")
@@ -121,8 +128,9 @@ class Operation:
         return hint if isinstance(hint, type) and issubclass(hint, BaseModel) else None
 
     @property
-    def errs_as_openai(self) -> bool:
-        return self.path.startswith(OPENAI_PATHS)
+    def error(self) -> type[BaseModel]:
+        """The model of its errors."""
+        return error_view(self.path)
 
     @property
     def statuses(self) -> tuple[int, ...]:
@@ -133,7 +141,7 @@ class Operation:
         # tokens are looked up in the index
         statuses |= {503} if self.scope or self.seconds != 0 else set()
         statuses |= {400, 408, 413, 415, 422} if "body" in self.parts or self.consumes else set()
-        return tuple(sorted(statuses - {422} if self.errs_as_openai else statuses))
+        return tuple(sorted(statuses if self.error is ProblemDetails else statuses - {422}))
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Authorize and answer one request."""

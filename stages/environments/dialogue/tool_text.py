@@ -40,12 +40,17 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
 
 
 def results_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which the results of tools are the user's, those that follow each other in
-    one."""
+    """Return messages in which calls are in the content, and the results of tools are the user's,
+    those that follow each other in one."""
     texts = list[Message]()
     of_tool = False
     for message in messages:
-        if message["role"] != "tool":
+        if calls := message.get("tool_calls"):
+            written = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+            content = [message["content"]] if message["content"] else []
+            content += [f"<tool_call>\n{call}\n</tool_call>" for call in written]
+            texts.append({"role": message["role"], "content": "\n".join(content)})
+        elif message["role"] != "tool":
             texts.append(message)
         else:
             result = f"<tool_response>\n{message['content']}\n</tool_response>"

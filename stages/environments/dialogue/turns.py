@@ -10,6 +10,7 @@ from typing import Any
 from stages.environments.interface import Message, Turn
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+BEGIN = "<tool_call>"
 FORM = 'Write {"name": ..., "arguments": {...}}.'
 
 
@@ -25,11 +26,21 @@ def read_turn(text: str, truncated: bool, number: int, *, calls: bool) -> Turn:
         return Turn(message, truncated=truncated)
     content, *pieces = CALL.split(text)
     if pieces:
-        message["content"] = "".join([content, *pieces[1::2]]).strip()
+        message["content"] = "".join([content, *pieces[1::2]]).rstrip()
     turn = with_calls(message, pieces[::2], truncated, number)
     if turn.fault:
         turn.message["content"] = text
     return turn
+
+
+def settled(text: str) -> str:
+    """Return the beginning of a turn's ``text`` that its content begins with, whatever follows."""
+    content = text.partition(BEGIN)[0]
+    for length in range(len(BEGIN) - 1, 0, -1):
+        if content.endswith(BEGIN[:length]):
+            content = content[:-length]
+            break
+    return content.rstrip()
 
 
 def with_calls(message: Message, calls: list[Any], truncated: bool, number: int) -> Turn:

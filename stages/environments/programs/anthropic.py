@@ -73,7 +73,7 @@ def answer(body: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
         "model": body.get("model") or "policy",
         "content": _blocks(turn),
         "stop_reason": _reason(turn),
-        "stop_sequence": None,
+        "stop_sequence": turn.stop or None,
         "usage": {"input_tokens": prompt, "output_tokens": generated},
     }
 
@@ -92,30 +92,61 @@ def _blocks(turn: Turn) -> list[dict[str, Any]]:
 def _reason(turn: Turn) -> str:
     if turn.truncated:
         return "max_tokens"
+    if turn.stop:
+        return "stop_sequence"
     return "tool_use" if turn.message.get("tool_calls") else "end_turn"
 
 
 def events(body: Mapping[str, Any], turn: Turn) -> Iterator[str]:
     """Yield the server-sent events of the answer."""
-    whole = answer(body, turn)
-    begun = {**whole, "content": [], "stop_reason": None}
-    begun["usage"] = {**whole["usage"], "output_tokens": 0}
-    yield _event("message_start", message=begun)
-    for number, block in enumerate(whole["content"]):
-        if block["type"] == "text":
-            empty = {**block, "text": ""}
-            delta = {"type": "text_delta", "text": block["text"]}
-        else:
-            empty = {**block, "input": {}}
-            written = json.dumps(block["input"], ensure_ascii=False)
-            delta = {"type": "input_json_delta", "partial_json": written}
-        yield _event("content_block_start", index=number, content_block=empty)
-        yield _event("content_block_delta", index=number, delta=delta)
-        yield _event("content_block_stop", index=number)
-    end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-    usage = {"output_tokens": whole["usage"]["output_tokens"]}
-    yield _event("message_delta", delta=end, usage=usage)
-    yield _event("message_stop")
+    stream = Events(body)
+    yield from stream.begin(turn)
+    yield from stream.end(turn)
+
+
+class Events:
+    """The server-sent events of the answer to ``body``: its text as it comes, then the rest."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+        self._sent: str | None = None  # of the text; None: its block has not begun
+
+    def begin(self, turn: Turn) -> Iterator[str]:
+        """Yield the events before the first text. ``turn``: with the tokens of the prompt."""
+        whole = answer(self._body, turn)
+        whole |= {"content": [], "stop_reason": None, "stop_sequence": None}
+        whole["usage"]["output_tokens"] = 0
+        yield _event("message_start", message=whole)
+
+    def text(self, text: str) -> Iterator[str]:
+        """Yield the events of further text."""
+        if self._sent is None:
+            yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        self._sent = (self._sent or "") + text
+        yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+
+    def end(self, turn: Turn) -> Iterator[str]:
+        """Yield the events of what is in ``turn`` beside the text that came before."""
+        whole = answer(self._body, turn)
+        for number, block in enumerate(whole["content"]):
+            if block["type"] == "text":
+                if self._sent != block["text"]:
+                    yield from self.text(block["text"].removeprefix(self._sent or ""))
+            else:
+                empty = {**block, "input": {}}
+                written = json.dumps(block["input"], ensure_ascii=False)
+                delta = {"type": "input_json_delta", "partial_json": written}
+                yield _event("content_block_start", index=number, content_block=empty)
+                yield _event("content_block_delta", index=number, delta=delta)
+            yield _event("content_block_stop", index=number)
+        end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        usage = {"output_tokens": whole["usage"]["output_tokens"]}
+        yield _event("message_delta", delta=end, usage=usage)
+        yield _event("message_stop")
+
+    def error(self, body: Mapping[str, Any]) -> str:
+        """Return the event of an error with Anthropic's ``body``."""
+        return _event("error", error=body["error"])
 
 
 def _event(kind: str, **fields: Any) -> str:

@@ -23,7 +23,11 @@ from aiohttp import web
 from stages.environments.interface import EnvironmentFailed, Request, Turn
 from stages.environments.programs import anthropic, chat, responses
 from stages.environments.programs.exchange import Exchange, SessionEnded
-from stages.environments.programs.messages import RequestRefused, openai_error
+from stages.environments.programs.messages import (
+    RequestRefused,
+    anthropic_error,
+    openai_error,
+)
 from stages.environments.programs.outside import Offer, Offers
 
 LOOPBACK = "127.0.0.1"
@@ -42,10 +46,6 @@ class Form:
     answer: Callable[[Mapping[str, Any], Turn], dict[str, Any]]
     events: Callable[[Mapping[str, Any], Turn], Iterator[str]]
     error: Callable[[str, str], dict[str, Any]]
-
-
-def anthropic_error(kind: str, message: str) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 FORMS = {

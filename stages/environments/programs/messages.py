@@ -33,6 +33,11 @@ def openai_error(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def anthropic_error(kind: str, message: str) -> dict[str, Any]:
+    """Return the body of an error as Anthropic's clients read it."""
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
 def read_messages(value: Any, field: str = "messages") -> list[Message]:
     """Return the messages of a request. Raises RequestRefused."""
     if not isinstance(value, list) or not value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
@@ -59,7 +60,9 @@ def _append(messages: list[Message], item: Any, where: str) -> None:
 
 def answer(body: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
     """Return the answer to the request ``body``."""
-    prompt, generated = (turn.tokens.prompt, turn.tokens.generated) if turn.tokens else (0, 0)
+    tokens = turn.tokens
+    prompt, generated = (tokens.prompt, tokens.generated) if tokens else (0, 0)
+    cached = tokens.cached if tokens else 0
     return {
         "id": f"resp_{secrets.token_hex(12)}",
         "object": "response",
@@ -78,7 +81,7 @@ def answer(body: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
         "top_p": body.get("top_p"),
         "usage": {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": generated,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + generated,
@@ -91,9 +94,7 @@ def _output(turn: Turn) -> list[dict[str, Any]]:
     text = turn.message.get("content") or ""
     calls = turn.message.get("tool_calls") or ()
     if text or not calls:
-        content: dict[str, Any] = {"type": "output_text", "text": text}
-        content |= {"annotations": [], "logprobs": []}
-        items.append({"type": "message", "role": "assistant", "content": [content]})
+        items.append({"type": "message", "role": "assistant", "content": [_part(text)]})
     for call in calls:
         name = call["function"]["name"]
         arguments = written_arguments(call)
@@ -103,34 +104,85 @@ def _output(turn: Turn) -> list[dict[str, Any]]:
     return [{"id": f"item_{secrets.token_hex(8)}", "status": status, **item} for item in items]
 
 
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
 def events(body: Mapping[str, Any], turn: Turn) -> Iterator[str]:
     """Yield the server-sent events of the answer."""
-    for number, (kind, fields) in enumerate(_events(answer(body, turn))):
-        data = {"type": kind, "sequence_number": number, **fields}
-        yield f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+    stream = Events(body)
+    yield from stream.begin(turn)
+    yield from stream.end(turn)
 
 
-def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    begun = {**whole, "status": "in_progress", "output": [], "usage": None}
-    yield "response.created", {"response": begun}
-    yield "response.in_progress", {"response": begun}
-    for number, item in enumerate(whole["output"]):
-        at = {"output_index": number, "item_id": item["id"]}
-        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
-        added = {**item, **empty, "status": "in_progress"}
-        yield "response.output_item.added", {"output_index": number, "item": added}
-        if item["type"] == "message":
-            at["content_index"] = 0
-            part = item["content"][0]
-            text = part["text"]
-            yield "response.content_part.added", {**at, "part": {**part, "text": ""}}
-            yield "response.output_text.delta", {**at, "delta": text, "logprobs": []}
-            yield "response.output_text.done", {**at, "text": text, "logprobs": []}
-            yield "response.content_part.done", {**at, "part": part}
-        else:
-            arguments = item["arguments"]
-            yield "response.function_call_arguments.delta", {**at, "delta": arguments}
-            done = {"arguments": arguments, "name": item["name"]}
-            yield "response.function_call_arguments.done", {**at, **done}
-        yield "response.output_item.done", {"output_index": number, "item": item}
-    yield f"response.{whole['status']}", {"response": whole}
+class Events:
+    """The server-sent events of the answer to ``body``: its text as it comes, then the rest."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+        self._numbers = itertools.count()
+        self._identity: dict[str, Any] = {}  # of the answer
+        self._message = f"item_{secrets.token_hex(8)}"
+        self._sent: str | None = None  # of the text; None: its item has not begun
+
+    def begin(self, turn: Turn) -> Iterator[str]:
+        """Yield the events before the first text. ``turn``: with the tokens of the prompt."""
+        whole = answer(self._body, turn)
+        self._identity = {name: whole[name] for name in ("id", "created_at")}
+        whole |= {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        yield self._event("created", response=whole)
+        yield self._event("in_progress", response=whole)
+
+    def text(self, text: str) -> Iterator[str]:
+        """Yield the events of further text."""
+        if self._sent is None:
+            message = {"type": "message", "role": "assistant", "content": []}
+            yield self._added(0, {"id": self._message, **message})
+            yield self._event("content_part.added", **self._place, part=_part(""))
+        self._sent = (self._sent or "") + text
+        yield self._event("output_text.delta", **self._place, delta=text, logprobs=[])
+
+    def end(self, turn: Turn) -> Iterator[str]:
+        """Yield the events of what is in ``turn`` beside the text that came before."""
+        whole = answer(self._body, turn) | self._identity
+        for number, item in enumerate(whole["output"]):
+            if item["type"] == "message":
+                item["id"] = self._message
+                yield from self._text_end(item["content"][0])
+            else:
+                at = {"output_index": number, "item_id": item["id"]}
+                yield self._added(number, {**item, "arguments": ""})
+                arguments = item["arguments"]
+                yield self._event("function_call_arguments.delta", **at, delta=arguments)
+                done = {"arguments": arguments, "name": item["name"]}
+                yield self._event("function_call_arguments.done", **at, **done)
+            yield self._event("output_item.done", output_index=number, item=item)
+        yield self._event(whole["status"], response=whole)
+
+    def error(self, body: Mapping[str, Any]) -> str:
+        """Return the event of an error with OpenAI's ``body``."""
+        error = body["error"]
+        fields = {"message": error["message"], "param": error["param"], "code": str(error["code"])}
+        return self._write("error", fields)
+
+    def _text_end(self, part: Mapping[str, Any]) -> Iterator[str]:
+        text = part["text"]
+        if self._sent != text:
+            yield from self.text(text.removeprefix(self._sent or ""))
+        yield self._event("output_text.done", **self._place, text=text, logprobs=[])
+        yield self._event("content_part.done", **self._place, part=part)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"output_index": 0, "item_id": self._message, "content_index": 0}
+
+    def _added(self, number: int, item: Mapping[str, Any]) -> str:
+        added = {**item, "status": "in_progress"}
+        return self._event("output_item.added", output_index=number, item=added)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        return self._write(f"response.{kind}", fields)
+
+    def _write(self, kind: str, fields: Mapping[str, Any]) -> str:
+        data = {"type": kind, "sequence_number": next(self._numbers), **fields}
+        return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"

@@ -17,9 +17,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from api.policy.handler import respond
+from api.policy.answers import ALL, answer
 from api.policy.pieces import BYTES
-from api.schemas.completions import REQUESTS
 from api.server.http.problems import HTTPProblem
 from orchestration.policy.served import Policies
 from orchestration.processes.forkserver import ForkServer
@@ -77,8 +76,8 @@ class Client:
     model: str = "bytes"
 
     async def body(self, path: str, request: dict[str, Any]) -> bytes:
-        asked = REQUESTS[path].model_validate_json(json.dumps({"model": self.model, **request}))
-        return b"".join([part async for part in respond(self.policies, asked)])
+        asked = ALL[path].model_validate_json(json.dumps({"model": self.model, **request}))
+        return b"".join([part async for part in answer(self.policies, asked)])
 
     async def whole(self, path: str, **request: Any) -> dict[str, Any]:
         body = await self.body(path, request)
@@ -91,6 +90,16 @@ class Client:
         *events, done = body.decode().removesuffix("\n\n").split("\n\n")
         assert done == "data: [DONE]"
         return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    async def events(self, path: str, **request: Any) -> list[dict[str, Any]]:
+        """The events of a stream that has names of them."""
+        body = await self.body(path, {**request, "stream": True})
+        events = []
+        for event in body.decode().removesuffix("\n\n").split("\n\n"):
+            name, data = event.split("\n")
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+        return events
 
     async def problem(self, path: str, **request: Any) -> HTTPProblem:
         try:

@@ -1,0 +1,126 @@
+"""OpenAI's responses and Anthropic's messages, answered as chats are.
+
+body ──▶ messages, tools ──▶ a chat ──▶ Responder ──▶ its text as it comes: events of a stream
+                                                └───▶ at the end the turn, with calls of tools: events, or one answer
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from api.policy.handler import Responder, answering
+from api.policy.latency import Latencies
+from api.policy.pieces import ChoiceText
+from api.policy.sampling import refused
+from api.schemas.completions import Asking, ReadChat
+from api.schemas.forms import FormRequest, MessagesRequest, ResponsesRequest
+from api.server.http.problems import HTTPProblem, problem_of
+from orchestration.policy.served import Policies
+from stages.environments.dialogue.turns import read_turn, settled
+from stages.environments.interface import Request as Conversation
+from stages.environments.interface import Turn, TurnTokens
+from stages.environments.programs import anthropic, responses
+from stages.environments.programs.messages import RequestRefused
+
+# fields of a chat, as the forms name them
+FIELDS = {
+    ResponsesRequest: {"messages": "input", "max_tokens": "max_output_tokens"},
+    MessagesRequest: {"stop": "stop_sequences"},
+}
+
+
+async def respond(
+    policies: Policies, request: FormRequest, owner: str = "", latencies: Latencies | None = None
+) -> AsyncGenerator[bytes, None]:
+    """Yield the body of the answer to ``request``: JSON, or server-sent events where it asks for a
+    stream. Arguments and errors are those of :func:`api.policy.handler.respond`."""
+    form: Any = responses if isinstance(request, ResponsesRequest) else anthropic
+    body = request.model_dump(exclude_unset=True)
+    try:
+        conversation: Conversation = form.read(body)
+    except RequestRefused as error:
+        raise refused(f"{error}.", error.field, "see /docs for what it takes") from None
+    events = form.Events(body)
+    begun = False
+    try:
+        async with answering(policies, _chat(request, conversation), owner, latencies) as responder:
+            text = _Text(responder, has_tools=bool(conversation.tools))
+            async with aclosing(responder.changed()) as changed:
+                async for choice in changed:
+                    new = text.add(choice)
+                    if request.stream:
+                        for event in _begin(events, responder, new, begun):
+                            yield event.encode()
+                            begun = True
+            turn = text.turn(sum(each["role"] == "assistant" for each in conversation.messages))
+        if not request.stream:
+            yield json.dumps(form.answer(body, turn), ensure_ascii=False).encode()
+        else:
+            for event in events.end(turn):
+                yield event.encode()
+    except Exception as error:
+        problem = problem_of(error) if begun else error
+        if isinstance(problem, HTTPProblem):
+            field = problem.details.field
+            problem.details.field = FIELDS[type(request)].get(field or "", field)
+        if not begun:
+            raise
+        assert isinstance(problem, HTTPProblem)
+        error_body = problem.openai() if form is responses else problem.anthropic()
+        yield events.error(error_body).encode()
+
+
+def _chat(request: FormRequest, conversation: Conversation) -> ReadChat:
+    """Return ``request`` as a chat."""
+    fields = {name: getattr(request, name) for name in Asking.model_fields}
+    if isinstance(request, ResponsesRequest):
+        fields["max_tokens"] = request.max_output_tokens
+    else:
+        fields |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences or request.stop}
+    return ReadChat.model_construct(**fields, conversation=conversation)
+
+
+def _begin(events: Any, responder: Responder, text: str, begun: bool) -> Iterator[str]:
+    """Yield the first events where none was sent, and those of ``text``."""
+    if not begun:
+        yield from events.begin(Turn({}, tokens=TurnTokens(responder.usage().prompt_tokens, 0)))
+    if text:
+        yield from events.text(text)
+
+
+class _Text:
+    """The text of an answer, as it comes. ``has_tools``: it may have calls."""
+
+    def __init__(self, responder: Responder, *, has_tools: bool) -> None:
+        self._responder = responder
+        self._has_tools = has_tools
+        self._sent = ""
+        self._rest = ""  # that may be part of a call
+        self._choice: ChoiceText | None = None
+
+    def add(self, choice: ChoiceText) -> str:
+        """Add what is new in ``choice``. Returns the text that the answer's content goes on
+        with."""
+        self._choice = choice
+        self._rest += choice.take()[0]
+        new = settled(self._rest) if self._has_tools else self._rest
+        self._sent += new
+        self._rest = self._rest[len(new) :]
+        return new
+
+    def turn(self, number: int) -> Turn:
+        """Return the whole answer as the turn with this ``number``."""
+        assert self._choice is not None
+        usage = self._responder.usage()
+        cached = usage.prompt_tokens_details.cached_tokens
+        stopped_by = self._choice.stopped_by
+        truncated = self._choice.reason == "length"
+        return replace(
+            read_turn(self._sent + self._rest, truncated, number, calls=self._has_tools),
+            tokens=TurnTokens(usage.prompt_tokens, usage.completion_tokens, cached=cached),
+            stop=stopped_by if isinstance(stopped_by, str) else "",
+        )
