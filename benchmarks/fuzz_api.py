@@ -35,7 +35,7 @@ CONFIG = """
 expected-statuses = ["2xx", "401", "403", "404", "409", "410", "422", "429"]
 
 [[operations]]
-include-path-regex = "^/v1/(chat/)?completions$"
+include-path-regex = "^/(v1/((chat/)?completions|responses|messages)|(de)?tokenize)"
 [operations.checks.positive_data_acceptance]
 expected-statuses = ["2xx", "400", "401", "403", "404", "429"]
 """

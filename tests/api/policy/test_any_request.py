@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from api.policy.handler import respond
+from api.policy import answers
 from api.schemas.completions import REQUESTS
 from api.server.http.problems import HTTPProblem, errors_of
 from tests.api.policy.answers import (
@@ -86,6 +86,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 NEEDED: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "ab"}, CHAT: {"messages": MESSAGES}}
+TO_FORMS: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"input": MESSAGES},
+    "/v1/messages": {"messages": MESSAGES},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/tokenize": {"prompt": "ab"},
+    "/detokenize": {"tokens": [1, 2]},
+}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *[
         (path, {"temperature": value}, "temperature")
@@ -99,7 +106,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ],
     *[(path, {"temperature": math.nan}, "temperature") for path in NEEDED],
     *[(path, {"top_p": math.inf}, "top_p") for path in NEEDED],
-    *[(path, {"stop": stop}, "stop") for path in NEEDED for stop in ("", [""], ["a"] * 5)],
+    *[(path, {"stop": stop}, "stop") for path in NEEDED for stop in ("", [""], ["a"] * 65)],
     *[(path, {"top_k": value}, "top_k") for path in NEEDED for value in (-2, 10**30)],
     *[(path, {"seed": value}, "seed") for path in NEEDED for value in (2**63, -(2**63) - 1)],
     *[(path, {"n": value}, "n") for path in NEEDED for value in (0, 129)],
@@ -147,14 +154,16 @@ async def answer(client: Client, path: str, request: dict[str, Any]) -> tuple[in
     """The status of the answer and its events; or of the problem, and the fields that it names."""
     try:
         body = json.dumps({"model": client.model, **request})
-        asked = REQUESTS[path].model_validate_json(body, strict=True)
-        parts = b"".join([part async for part in respond(client.policies, asked)]).decode()
+        asked = answers.ALL[path].model_validate_json(body, strict=True)
+        parts = b"".join([part async for part in answers.answer(client.policies, asked)]).decode()
     except pydantic.ValidationError as error:
         return 400, [wrong.field for wrong in errors_of(error)]
     except HTTPProblem as problem:
         return problem.status, [problem.details.field]
     texts = (
-        [event.removeprefix("data: ") for event in parts.split("\n\n")] if asked.stream else [parts]
+        [event.rpartition("data: ")[2] for event in parts.split("\n\n")]
+        if getattr(asked, "stream", False)
+        else [parts]
     )
     return 200, [
         json.loads(text, parse_constant=pytest.fail) for text in texts if text not in ("", "[DONE]")
@@ -218,10 +227,11 @@ ODD = st.one_of(
 )
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", answers.ALL)
 async def test_any_value_of_any_field_is_answered(path: str, client: Client) -> None:
     """The requests are made first, as hypothesis runs no coroutine."""
-    names = sorted([*REQUESTS[path].model_fields.keys() - {"model"}, "unknown"])
+    fields = answers.ALL[path].model_fields.keys()
+    names = sorted([*fields - {"model"}, "unknown"])
     requests = list[dict[str, Any]]()
 
     @settings(
@@ -229,19 +239,20 @@ async def test_any_value_of_any_field_is_answered(path: str, client: Client) -> 
     )
     @given(st.dictionaries(st.sampled_from(names), ODD, max_size=4))
     def make(change: dict[str, Any]) -> None:
-        requests.append({"max_tokens": 3, **NEEDED[path], **change})
+        few = {name: 3 for name in ("max_tokens", "max_output_tokens") if name in fields}
+        requests.append({**few, **(NEEDED | TO_FORMS)[path], **change})
 
     make()
     for request in requests:
         if isinstance(request.get("max_tokens"), int) and isinstance(request.get("n"), int):
             request["max_tokens"] = min(request["max_tokens"], 3)
-    answers = await asyncio.gather(*(answer(client, path, request) for request in requests))
-    statuses = {status for status, _ in answers}
+    results = await asyncio.gather(*(answer(client, path, request) for request in requests))
+    statuses = {status for status, _ in results}
     assert statuses == {200, 400}, [
         request
-        for request, (status, _) in zip(requests, answers, strict=True)
+        for request, (status, _) in zip(requests, results, strict=True)
         if status not in (200, 400)
     ]
-    for request, (status, found) in zip(requests, answers, strict=True):
+    for request, (status, found) in zip(requests, results, strict=True):
         assert status == 200 or all(found), request
-        assert status == 400 or all("error" not in event for event in found), request
+        assert status == 400 or not any(event.get("error") for event in found), request
