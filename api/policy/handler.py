@@ -26,6 +26,7 @@ from api.policy.logprobs import LogprobViews
 from api.policy.pieces import ChoiceText, Pieces, Placed
 from api.policy.prompts import read_prompts, read_words, several
 from api.policy.sampling import asked_alternatives, asked_tokens, refused, sampling_of
+from api.policy.structure import calls_tool, structure_of, tool_call
 from api.schemas.completions import (
     MOST_CHOICES,
     AnswerView,
@@ -162,6 +163,7 @@ class Responder:
         self._owner = owner
         self._arrived = arrived
         self._chat = isinstance(request, ChatRequest)
+        self._calls_tool = calls_tool(request)
         self._prompts = list[list[int]]()
         self._scored: list[list[tuple[Token, int]] | None] = []  # of each prompt
         self._cached = dict[int, int]()  # tokens of each prompt
@@ -237,7 +239,13 @@ class Responder:
         self._prompts = await read_prompts(self._policy, request, self._owner, context, room)
         words = await read_words(self._policy, request.bad_words or (), self._owner)
         self._params = replace(self._params, bad_words=words)
+        structured = await structure_of(request)
         async with self._policy.engines.engine(mixed=bool(request.mix_versions)) as engine:
+            if structured:
+                field, structure = structured
+                if not getattr(engine, "has_structures", False):
+                    raise refused("The engine has no structured outputs.", field, "leave it out")
+                self._params = replace(self._params, structure=structure)
             groups = self._groups(engine)
             await self._begin(engine, groups)
             if self._generates:
@@ -271,7 +279,7 @@ class Responder:
                         )
                     if new:
                         self._arrived(choice.number)
-                    if choice.text or choice.reason:
+                    if choice.reason or (choice.text and not self._calls_tool):
                         yield choice
                 # the engine may find no stop string where the text has one
                 at_text = any(isinstance(choice.stopped_by, str) for choice in self._choices)
@@ -468,10 +476,15 @@ class Responder:
             fields["token_ids"] = [token.token_id for token in generated]
         elif not self._request.stream:
             fields["token_ids"] = None
+        reason: Any = choice.reason
         if self._chat:
-            role: dict[str, Any] = {"role": "assistant"} if begins else {}
+            message: dict[str, Any] = {"role": "assistant"} if begins else {}
             kind = "delta" if self._request.stream else "message"
-            fields[kind] = ChatText(content=text, **role)
+            call = self._calls_tool and tool_call(text, is_streamed=kind == "delta")
+            if call:
+                reason = "tool_calls"
+                message["tool_calls"] = [call]
+            fields[kind] = ChatText(content=None if call else text, **message)
         else:
             fields["text"] = text
         views = self._views
@@ -483,7 +496,7 @@ class Responder:
             ended_by = None
         return Choice(
             index=choice.number,
-            finish_reason=choice.reason,
+            finish_reason=reason,
             stop_reason=ended_by,
             logprobs=logprobs,
             **fields,

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from api.schemas.runs import Strict
 from stages.engines.bounds import LEAST, MOST_TEMPERATURE, temperature_fix, top_p_fix
 from stages.environments.interface import Request as Conversation
 from stages.environments.programs.messages import text_of
-from stages.json_schema import fault
+from stages.json_schema import fault, faults
 
 MOST_CHOICES = 128  # of one request
 MOST_LIKELIEST = 20  # tokens beside each one
@@ -49,8 +57,66 @@ TopP = Annotated[
 ]
 
 
+class Loose(BaseModel):
+    """Base of those parts of a request in which unknown fields are ignored."""
+
+
+class JsonSchema(Strict):
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: Any = Field(None, description="It is followed in any case.")
+
+
 class ResponseFormat(Strict):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = Field(None, validate_default=True)
+
+    @field_validator("json_schema")
+    @classmethod
+    def _is_of_type(cls, schema: JsonSchema | None, form: ValidationInfo) -> JsonSchema | None:
+        if (schema is None) is (form.data.get("type") == "json_schema"):
+            raise fault("goes with the type json_schema", "give both, or neither")
+        return schema
+
+
+class StructuredOutputs(Strict):
+    """vLLM's: the form of the response, by one of the fields."""
+
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    regex: str | None = None
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: Literal[True] | None = None
+    grammar: str | None = Field(None, description="In Lark or GBNF.")
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        names = [name for name, value in self if value is not None] or ["choice", "choice"]
+        faults(self, ((name, "is not the only form", "give one") for name in names[1:]))
+        return self
+
+
+class ToolFunction(BaseModel):
+    model_config = ConfigDict(extra="allow")  # templates read them
+
+    name: str = Field(min_length=1, max_length=64)
+    parameters: dict[str, Any] = Field({"type": "object"}, description="A JSON schema.")
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class StreamOptions(Strict):
@@ -160,7 +226,7 @@ class Sampling(Asking):
     stream_options: StreamOptions | None = None
     use_beam_search: Literal[False] | None = Field(None, description="Not served.")
     response_format: ResponseFormat | None = None
-    structured_outputs: None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @field_validator("stream_options")
     @classmethod
@@ -196,10 +262,6 @@ class CompletionRequest(Sampling):
         if best_of not in (None, choices):
             raise fault("would leave choices out", f"give n, which is {choices}")
         return best_of
-
-
-class Loose(BaseModel):
-    """Base of those parts of a request in which unknown fields are ignored."""
 
 
 class TextPart(Loose):
@@ -252,8 +314,10 @@ class ChatRequest(Sampling):
     continue_final_message: bool | None = Field(
         None, description="The response continues the last message. Default: false."
     )
-    tools: Empty | None = Field(None, description="Not served, as `functions`.")
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="With tools: one of them is called, or none. `auto` is not served."
+    )
     parallel_tool_calls: Any = None
     functions: Empty | None = None
     function_call: Literal["none", "auto"] | None = None
@@ -335,9 +399,22 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON")
+
+
+class ToolCall(BaseModel):
+    index: int | None = Field(None, description="In a stream.")
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatText(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
 
 
 class Choice(BaseModel):
@@ -348,7 +425,7 @@ class Choice(BaseModel):
     message: ChatText | None = None
     delta: ChatText | None = None
     logprobs: CompletionLogprobs | ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None = Field(
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = Field(
         description="Null until it ends, in a stream."
     )
     stop_reason: str | int | None = Field(

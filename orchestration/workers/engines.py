@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stages.engines.torch.critic import TorchCriticEngine
+    from stages.engines.torch.model.packing import MasksOf
     from stages.engines.torch.parallel.interface import Parallel
     from stages.engines.torch.rollout import TorchRolloutEngine
 
@@ -72,6 +74,7 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
         **sampling,
         logit_bias=tuple((int(token), bias) for token, bias in biases),
         temperature=recipe.logprob_temperature,
+        structure=recipe.rollout.structure.of_responses,
         stop=tuple(recipe.rollout.stop),
         stop_token_ids=tuple(sorted(ends)),
     )
@@ -90,6 +93,19 @@ def unpadded_vocabulary(recipe: Recipe) -> int | None:
 def known_vocabulary(recipe: Recipe) -> int | None:
     """Return how many of the first tokens have a probability; None: all of the model's."""
     return unpadded_vocabulary(recipe) if recipe.masks_padding else None
+
+
+def masks_of(recipe: Recipe) -> MasksOf | None:
+    """Return which tokens of a response could have been sampled; None: all of the model's."""
+    structure = recipe.rollout.structure.of_responses
+    size = vocabulary_of(recipe)
+    if structure is None or size is None:
+        return None
+    from stages.engines.torch.matchers import Matchers
+
+    tokenizer = tokenizer_of(recipe)
+    ends = sampling_of(recipe, tokenizer).stop_token_ids
+    return partial(Matchers(tokenizer, size).masks, structure, ends)
 
 
 def probe_tokens(recipe: Recipe) -> int:
@@ -318,7 +334,7 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
 
     teacher = recipe.model.reference
     model, _ = _model(recipe, Path(teacher) if teacher else None)
-    return TorchTrainEngine(model, **_train_options(recipe), vocabulary=known_vocabulary(recipe))
+    return TorchTrainEngine(model, **_train_options(recipe), **_distribution(recipe))
 
 
 def critic_engine(
@@ -361,13 +377,18 @@ def _torch_train(
         "adapters": recipe.adapters,
     }
     options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
-    options["vocabulary"] = known_vocabulary(recipe)
+    options |= _distribution(recipe)
     # which may skip a batch that the policy has trained on
     options["undoable"] = recipe.trains_critic
     # of the model: a frozen one is not trained
     dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype
     model, parallel = _shared_model(recipe, dtype, coordinates, meeting)
     return TorchTrainEngine(model, parallel=parallel, **options)
+
+
+def _distribution(recipe: Recipe) -> dict[str, Any]:
+    """Return the options of a train engine that say which tokens have a probability."""
+    return {"vocabulary": known_vocabulary(recipe), "masks_of": masks_of(recipe)}
 
 
 def _shared_model(

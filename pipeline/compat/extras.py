@@ -33,6 +33,7 @@ MODULES = {
     "ray": ("grpc", "ray", "starlette"),
     "renderers": ("renderers",),
     "s3": ("s3fs",),
+    "structured": ("llguidance",),
     "tensorboard": ("tensorboard",),
     "vllm": ("vllm",),
     "wandb": ("wandb",),

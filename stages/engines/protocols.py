@@ -20,6 +20,7 @@ from tensordict import TensorDictBase
 
 from pipeline.compat.extras import ExtraMissing
 from pipeline.problems import Problem, ProblemError
+from stages.engines.structure import Structure
 from stages.flow.catalogue import OBSERVED
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class SamplingParams:
     What changes logits applies in vLLM's order: ``allowed_token_ids``, ``bad_words`` (tokens of
     each), ``min_tokens`` (before which none of ``stop_token_ids`` is made), ``logit_bias``, the
     penalties; then temperature, top-k, top-p, min-p. Logprobs are those of the policy itself: after
-    temperature and before all else, which the trainer recomputes.
+    temperature and before all else, which the trainer recomputes. With a ``structure`` the policy
+    is the one whose tokens that may not follow have no probability.
 
     ``temperature == 0`` is greedy; logprobs are then those at temperature 1. ``top_k == 0`` and
     ``top_p == 1.0`` disable the filters. A response ends when its decoded text contains one of the
@@ -67,6 +69,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprob_token_ids: tuple[int, ...] = ()
+    structure: Structure | None = None
 
     @property
     def changes(self) -> list[str]:

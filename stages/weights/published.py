@@ -13,6 +13,7 @@ import xxhash
 from pydantic import TypeAdapter
 
 Ids = tuple[int, ...]
+PROBE = "probe"  # column of a batch that no policy has sampled: it has no structure
 
 
 class WeightsDamaged(RuntimeError):

@@ -18,6 +18,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import FILTERS, CriticSection, TrainSection
 from orchestration.recipe.sizes.planner import arena_bytes, config_of, heads_of
 from orchestration.units import format_size
+from pipeline.compat.extras import install, is_installed
 from pipeline.problems import Problem
 from pipeline.schedule.staleness import passing_steps
 from stages.engines.bounds import LEAST_VLLM
@@ -233,6 +234,36 @@ def samples_are_of_the_whole_distribution(recipe: Recipe) -> Iterator[Problem]:
         f"both ends"
     )
     yield problem(recipe, f"rollout.{key}", reason, fix)
+
+
+@check("rollout", "environment", "external", "train", "prompts", "teacher")
+def structures_are_trained(recipe: Recipe) -> Iterator[Problem]:
+    structure = recipe.rollout.structure.of_responses
+    if structure is None:
+        return
+    key = f"rollout.structure.{structure.kind}"
+    stages = ("rollout", "reference", "update")
+    reasons = {
+        "rollout.engine = 'torch'": recipe.rollout.engine == "torch",
+        "train.engine = 'torch'": recipe.train.engine == "torch",
+        "train.cp = 1, as ranks divide the places of a response": recipe.train.cp == 1,
+        "no environment, with which each turn begins anew": not recipe.has_environment,
+        "no prompts.responses, which are drawn without it": not recipe.prompts.responses,
+        "no teacher.url, whose logprobs are without it": not recipe.teacher.url,
+        f"none of {', '.join(stages)} in external.stages": not (
+            {*stages} & {*recipe.external.stages}
+        ),
+    }
+    for needed, holds in reasons.items():
+        if not holds:
+            yield problem(recipe, key, f"needs {needed}", "change that, or take this out")
+    if not is_installed("llguidance"):
+        yield problem(recipe, key, "needs the package llguidance", install("structured"))
+        return
+    try:
+        structure.compiled()
+    except ValueError as error:
+        yield problem(recipe, key, f"cannot be followed: {error}", "correct it")
 
 
 @check("pipeline.window", "pipeline.staleness", "train.groups_per_step")

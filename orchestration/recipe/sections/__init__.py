@@ -14,6 +14,7 @@ from orchestration.cluster_backends import CLUSTERS, ClusterBackend
 from orchestration.recipe.sections.retired import GONE, RETIRED
 from orchestration.recipe.sections.rewards import NETWORK, READ
 from orchestration.recipe.sections.rewards import RewardSection as RewardSection
+from orchestration.recipe.sections.structure import StructureSection
 from orchestration.units import (
     AUTO_STALENESS,
     DEVICE_MEANING,
@@ -266,6 +267,9 @@ class RolloutSection(Section):
         "generated.",
     )
     threads: CountOrZero = key(0, "CPU threads of one worker. 0: the launcher divides the cores.")
+    structure: Annotated[StructureSection, FixedOnResume("responses under way have it")] = (
+        StructureSection()
+    )
     vllm: VllmSection = VllmSection()
     mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = key(
         {}, 'Latency model of `engine = "mock"`.'

@@ -62,7 +62,7 @@ class TorchRolloutEngine:
     the CPU.
 
     ``model``: the engine changes it (its attention and, on CPU, its linear layers are replaced).
-    ``tokenizer``: needed for stop strings only. ``max_rows``: rows that decode at once.
+    ``tokenizer``: needed for stop strings and structures only. ``max_rows``: rows that decode at once.
     ``prefill_tokens``: padded tokens of one prefill forward at most; one prompt always fits.
     ``threads``: torch's CPU threads. ``accelerated`` (None: on an accelerator): decode steps are
     static and recorded, and the next token is launched before the newest one is read; responses are
@@ -74,6 +74,8 @@ class TorchRolloutEngine:
     experts that the model's routers chose. Raises ``ValueError`` for a model that keeps its own
     attention, or cannot have the adapters.
     """
+
+    has_structures = True
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from stages.engines.torch.model.packed_model import PackedModel
 from stages.engines.torch.model.packing import Group, Rows
 from stages.engines.torch.parallel.interface import Parallel
 from stages.flow.declarations import BASE, IN_TRAINING
+from stages.weights.published import PROBE
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,9 +188,10 @@ class TrainingStep:
     def _rows(self, batch: TensorDictBase) -> Rows:
         model = self._packed_model
         experts = [] if model.routing is None else model.routing.rows(batch)
+        masks_of = None if PROBE in batch else model.masks_of
         layout = self._parallel.coordinates.layout
         is_ring = layout.cp > 1 and layout.context_parallel == "ring"
-        return Rows.of(batch, model.device, experts, expanded=is_ring)
+        return Rows.of(batch, model.device, experts, masks_of, expanded=is_ring)
 
     def _plan(self, groups: Sequence[Group], *, whole: bool = False) -> list[list[Piece]]:
         shapes = [group.shape for group in groups]

@@ -38,6 +38,7 @@ from stages.engines.torch.model.optimizer import (
     zero_gradients,
 )
 from stages.engines.torch.model.packed_model import Kernels, PackedModel
+from stages.engines.torch.model.packing import MasksOf
 from stages.engines.torch.parallel.interface import Parallel
 from stages.engines.torch.step import MiniBatch, TrainingStep
 from stages.resharding.tensors import local_part, local_weights, training_state
@@ -84,7 +85,8 @@ class TorchTrainEngine:
     ``value_head``: train a linear layer too, whose output is ``TokenBatch.values``; checkpoints
     hold it, exports do not. ``context``: tokens of the longest sequence, by which a model with
     longrope takes its long factors for all sequences. ``vocabulary``: only so many of the first
-    tokens have a probability; None: all that the model's head has.
+    tokens have a probability; None: all that the model's head has. ``masks_of``: of a response, the
+    tokens that have one at each of its places, where it was sampled with a structure.
 
     ``adapters``: freeze the model, and train low-rank matrices beside its linear layers. They alone
     are in :meth:`weights` and :meth:`state_dict`; an export is the merged model, and beside its
@@ -121,6 +123,7 @@ class TorchTrainEngine:
         adapters: AdapterOptions | None = None,
         context: int | None = None,
         vocabulary: int | None = None,
+        masks_of: MasksOf | None = None,
         threads: int | None = None,
         device: torch.device | str | None = None,
         parallel: Parallel | None = None,
@@ -157,6 +160,7 @@ class TorchTrainEngine:
             adapters=adapters,
             context=context,
             vocabulary=vocabulary,
+            masks_of=masks_of,
         )
         budget = token_budget and token_budget * self.parallel.token_ranks
         self._training = TrainingStep(self.packed_model, self.parallel, budget)

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from stages.algorithms.token_batch import MOST_LOG_RATIO
-from stages.weights.published import Ids, Probe
+from stages.weights.published import PROBE, Ids, Probe
 
 if TYPE_CHECKING:
     from stages.engines.protocols import RolloutEngine, TrainEngine
@@ -24,9 +24,8 @@ def probed(engine: TrainEngine, sequences: Sequence[Sequence[int]]) -> Probe:
     All of its ranks call this together.
     """
     rows = len(sequences)
-    batch = TensorDict(
-        {"group": torch.arange(rows), "place": torch.zeros(rows, dtype=torch.int64)}, [rows]
-    )
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    batch = TensorDict({"group": torch.arange(rows), "place": zeros, PROBE: zeros}, [rows])
     for name, part in (("prompt_ids", slice(1)), ("response_ids", slice(1, None))):
         batch[name] = torch.nested.nested_tensor(
             [torch.tensor(ids[part]) for ids in sequences], layout=torch.jagged

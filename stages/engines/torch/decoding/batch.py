@@ -21,6 +21,8 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +35,9 @@ from stages.engines.torch.decoding.decoder import NOT_FINITE, TorchDecoder
 from stages.engines.torch.decoding.resting import RestingRows
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
 from stages.engines.torch.decoding.sampling import Drawn, draw, uniform
+
+if TYPE_CHECKING:
+    from stages.engines.torch.matchers import Matchers
 
 # a row's token and the alternatives to it, and their logprobs
 Made = tuple[Sequence[int], Sequence[float]]
@@ -63,6 +68,7 @@ class ContinuousBatch:
         self.resting = RestingRows(decoder)
         self._beginnings = Beginnings(decoder, self.resting)
         self._tokenizer = tokenizer
+        self._matchers = cache(self._new_matchers)
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._launch_ahead = launch_ahead
@@ -173,10 +179,8 @@ class ContinuousBatch:
     def _draw_first(
         self, rows: Sequence[ResponseRow], logits: Sequence[torch.Tensor | Exception]
     ) -> Sequence[Made | Exception]:
+        logits = [self._started(row, each) for row, each in zip(rows, logits, strict=True)]
         whole = [each for each in logits if not isinstance(each, Exception)]
-        for row, each in zip(rows, logits, strict=True):
-            if not isinstance(each, Exception):
-                row.start(each)
         try:
             if len(whole) == len(rows):
                 return _read(self._draw(rows, torch.stack(whole)))
@@ -186,6 +190,24 @@ class ContinuousBatch:
             each if isinstance(each, Exception) else self._draw_alone(row, each)
             for row, each in zip(rows, logits, strict=True)
         ]
+
+    def _started(
+        self, row: ResponseRow, logits: torch.Tensor | Exception
+    ) -> torch.Tensor | Exception:
+        """Return ``logits`` of the first token of ``row``, or the error with which it cannot
+        start."""
+        if isinstance(logits, Exception):
+            return logits
+        try:
+            row.start(logits, self._matchers)
+        except Exception as error:
+            return error
+        return logits
+
+    def _new_matchers(self) -> Matchers:
+        from stages.engines.torch.matchers import Matchers
+
+        return Matchers(self._tokenizer, self.decoder.vocabulary)
 
     def _prefill_or_refuse(self, groups: list[PendingGroup]) -> bool:
         """Prefill ``groups``, together or each alone.
@@ -263,9 +285,9 @@ class ContinuousBatch:
         return self._draw_alone(row, logits[0])
 
     def _next_may_end(self) -> bool:
-        """Return whether the launched token may be a row's last one; then nothing is launched
-        beyond it."""
-        return any(len(row.tokens) + 1 >= row.limit for row in self.rows)
+        """Return whether the launched token may be a row's last one, or decides which may follow
+        it; then nothing is launched beyond it."""
+        return any(row.matcher or len(row.tokens) + 1 >= row.limit for row in self.rows)
 
     def _draw(
         self, rows: Sequence[ResponseRow], logits: torch.Tensor, before: Drawn | None = None
@@ -282,6 +304,9 @@ class ContinuousBatch:
         for number, changes in processed.items():
             newest = before.tokens[number : number + 1] if before else None
             changes.follow(rows[number].tokens, newest)
+        for number, row in enumerate(rows):
+            if row.matcher is not None:
+                row.matcher.mask(logits[number])
         params = [row.request.params for row in rows]
         return draw(logits, params, points, alternatives, processed)
 
@@ -368,6 +393,10 @@ class ContinuousBatch:
         params = row.request.params
         if row.tokens[-1] in params.stop_token_ids:
             return "stop"
+        if row.matcher is not None:
+            row.matcher.follow(row.tokens[-1:])
+            if row.matcher.is_complete:
+                return "stop"
         last = len(row.tokens) == row.limit
         if params.stop and self._has_stop_string(row, whole=last):
             return "stop"
@@ -395,11 +424,12 @@ class ContinuousBatch:
 
 def _no_token(row: ResponseRow) -> ValueError:
     """Return the error of a row whose next token has no probability."""
-    if row.processed is None:
+    if row.processed is None and row.matcher is None:
         return ValueError(NOT_FINITE)
     problem = "the request allows no token that the model has, or its logits are not finite"
-    fix = "allow more by allowed_token_ids, bad_words or min_tokens"
-    return RequestRefused(row.request.group, "allowed_token_ids", problem, fix)
+    fix = "allow more by structured_outputs, allowed_token_ids, bad_words or min_tokens"
+    field = "allowed_token_ids" if row.matcher is None else "structured_outputs"
+    return RequestRefused(row.request.group, field, problem, fix)
 
 
 def _read(drawn: Drawn) -> list[Made]:

@@ -4,7 +4,7 @@ completions."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from stages.engines.torch.decoding.decoder import Prompt
 
 if TYPE_CHECKING:
     from stages.engines.torch.decoding.processors import ProcessedRow
+    from stages.engines.torch.matchers import Matcher, Matchers
 
 
 @dataclass(eq=False)
@@ -73,6 +74,7 @@ class ResponseRow(ResponseInProgress):
         self.failure: Exception | None = None
         self.text: ResponseText | None = None  # in which stop strings are looked for
         self.processed: ProcessedRow | None = None  # where its request changes logits
+        self.matcher: Matcher | None = None  # where its request has a structure
 
     @property
     def done(self) -> bool:
@@ -83,9 +85,12 @@ class ResponseRow(ResponseInProgress):
         known = 0 if self.begun_routing is None else len(self.begun_routing)
         self.routing = [torch.cat(experts)[known:]]
 
-    def start(self, logits: torch.Tensor) -> None:
+    def start(self, logits: torch.Tensor, matchers: Callable[[], Matchers]) -> None:
         """Prepare for what changes the ``logits`` [V] of its tokens."""
         params = self.request.params
+        if params.structure is not None:
+            self.matcher = matchers().of(params.structure, params.stop_token_ids)
+            self.matcher.follow(self.tokens[self.turn_start :])
         if not params.changes:
             return
         from stages.engines.torch.decoding.processors import ProcessedRow, asked_of

@@ -24,6 +24,7 @@ from stages.engines.torch.model.logits import logit_scale, value_head, values_of
 from stages.engines.torch.model.packing import (
     ATTENTION,
     Feeding,
+    MasksOf,
     PackedBatch,
     shared_prompt_attention,
 )
@@ -54,6 +55,7 @@ class PackedModel:
         adapters: AdapterOptions | None,
         context: int | None,
         vocabulary: int | None,
+        masks_of: MasksOf | None,
     ) -> None:
         self.model = model
         self.device = device
@@ -63,6 +65,7 @@ class PackedModel:
         self.feeding = Feeding(fix_rope(model, context), fused=kernels == "auto")
         self._divisor, self._softcap = logit_scale(model.config)
         self._vocabulary = vocabulary
+        self.masks_of = masks_of
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
         self._kernels = kernels
         self.routing: RoutingReplay | None = None
@@ -121,6 +124,7 @@ class PackedModel:
             torch.is_grad_enabled(),
             self._softcap,
             self._vocabulary,
+            packed.masks,
         )
         return logprobs, entropy, values_of(hidden, self.value_head, packed.source)
 

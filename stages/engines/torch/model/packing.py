@@ -47,6 +47,8 @@ from stages.flow.catalogue import BRANCHES
 
 # name of shared_prompt_attention in transformers' attention interface
 ATTENTION = "asyncdock_shared_prompt"
+# of a response int64 [T] uint8 [T, V / 8]: bits of the tokens that could have been at each place
+MasksOf = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class PackedBatch:
     experts: torch.Tensor | None = None
     # instead of attention(), where ranks have a part of the S each
     attend: Callable[..., torch.Tensor] | None = None
+    # uint8 [U, V / 8]: bits of the tokens that have a probability; None: all
+    masks: torch.Tensor | None = None
 
 
 @dataclass
@@ -181,6 +185,7 @@ class Rows:
     """Empty where routers choose."""
 
     device: torch.device
+    masks_of: MasksOf | None = None
 
     branches: Mapping[int, Sequence[Branch]] = field(default_factory=dict)
     """By row number, of those that have some."""
@@ -194,6 +199,7 @@ class Rows:
         batch: TensorDictBase,
         device: torch.device,
         experts: Sequence[torch.Tensor] = (),
+        masks_of: MasksOf | None = None,
         *,
         expanded: bool = False,
     ) -> Rows:
@@ -230,7 +236,7 @@ class Rows:
             fed = (_fed(branches.get(n, ()), lengths[n], expanded=expanded) for n in numbers)
             shape = GroupShape(len(prompt), tuple(1 + tokens for tokens in fed))
             groups.append(Group(group, prompt, places, numbers, shape))
-        return cls(groups, column, column.rows(), experts, device, branches, expanded)
+        return cls(groups, column, column.rows(), experts, device, masks_of, branches, expanded)
 
     def numbers(self, piece: Piece) -> list[int]:
         """Return the row numbers of ``piece``, which is of :attr:`groups`."""
@@ -252,6 +258,7 @@ class Rows:
             responses,
             self.device,
             experts,
+            self.masks_of,
             branches if has_branches else (),
             expanded=self.expanded,
         )
@@ -278,6 +285,7 @@ def pack(
     rows: Sequence[Sequence[torch.Tensor]],
     device: torch.device,
     experts: Sequence[Sequence[torch.Tensor]] = (),
+    masks_of: MasksOf | None = None,
     branches: Sequence[Sequence[Sequence[Branch]]] = (),
     *,
     expanded: bool = False,
@@ -285,7 +293,7 @@ def pack(
     """Pack ``rows[i]``, the responses to ``prompts[i]``, longer ones first. The T tokens are
     counted in this order. ``experts[i]``: the choices that routers follow, of the fed tokens of
     these rows; a prompt takes those of its first. ``branches[i]``: of these rows; ``expanded``: each
-    is fed with its path."""
+    is fed with its path. ``masks_of``: see :class:`PackedBatch`."""
     if branches:
         strands = [
             strands_of(responses, of_piece, expanded=expanded)
@@ -326,6 +334,12 @@ def pack(
         targets = targets[order]
     is_place = np.zeros(at, bool)
     is_place[source] = True
+    source_place = torch.from_numpy((np.cumsum(is_place) - 1)[source])
+    masks = None
+    if masks_of is not None:
+        of_targets = torch.cat([masks_of(response) for responses in rows for response in responses])
+        masks = of_targets.new_empty(int(is_place.sum()), of_targets.shape[1])
+        masks[source_place] = of_targets  # first tokens of one prompt have the same
     pairs = zip(prompts, experts, strict=False)
     chosen = [
         part
@@ -337,10 +351,11 @@ def pack(
         positions=positions[None].to(device),
         pieces=tuple(_pieces(prompts, strands, positions, device)),
         places=torch.from_numpy(np.flatnonzero(is_place)).to(device),
-        source=torch.from_numpy((np.cumsum(is_place) - 1)[source]).to(device),
+        source=source_place.to(device),
         targets=targets.to(device),
         longest=int((np.array(firsts) + sizes).max()),
         experts=torch.cat(chosen).to(device) if chosen else None,
+        masks=None if masks is None else masks.to(device),
     )
 
 

@@ -23,7 +23,7 @@ class TokenLogprobs(torch.autograd.Function):
     chunk is computed again. Also returns, without a gradient, the entropy [T] (nats) of the
     distribution that each target is of; empty without ``with_entropy``. With ``vocabulary`` only so
     many of the first tokens have a probability: the other rows of the head, which pad it, are not
-    read, and get a gradient of zero."""
+    read, and get a gradient of zero. ``masks`` uint8 [U, V / 8]: bits of the tokens that have one."""
 
     @staticmethod
     def forward(
@@ -37,6 +37,7 @@ class TokenLogprobs(torch.autograd.Function):
         with_entropy: bool,
         softcap: float | None = None,
         vocabulary: int | None = None,
+        masks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.rows = len(weight)
         weight = weight[:vocabulary]
@@ -49,6 +50,7 @@ class TokenLogprobs(torch.autograd.Function):
         saved_logits = None
         for start in range(0, len(hidden), size):
             logits = scaled_logits(hidden[start : start + size], weight, bias, temperature, softcap)
+            _mask(logits, masks, start)
             in_chunk = (source >= start) & (source < start + size)
             at = source[in_chunk] - start
             wanted = logits[at, targets[in_chunk]]
@@ -57,7 +59,7 @@ class TokenLogprobs(torch.autograd.Function):
             )
             chosen[in_chunk] = wanted - peak[at] - log_total[at]
             saved_logits = logits if size >= len(hidden) and softcap is None else None
-        ctx.save_for_backward(hidden, weight, bias, source, targets, saved_logits)
+        ctx.save_for_backward(hidden, weight, bias, source, targets, saved_logits, masks)
         ctx.temperature = temperature
         ctx.size = size
         ctx.softcap = softcap
@@ -67,7 +69,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, source, targets, saved_logits = ctx.saved_tensors
+        hidden, weight, bias, source, targets, saved_logits, masks = ctx.saved_tensors
         gradient = gradients[0] / ctx.temperature  # [T]
         of_place = gradient.new_zeros(len(hidden)).index_add_(0, source, gradient)
         to_hidden = torch.zeros_like(hidden, dtype=torch.float32)
@@ -82,6 +84,7 @@ class TokenLogprobs(torch.autograd.Function):
                 if ctx.softcap is not None:
                     # of the cap
                     slope = 1 - (probabilities * (ctx.temperature / ctx.softcap)).square_()
+                _mask(probabilities, masks, start)
                 _softmax_in_place(probabilities, None)
             in_chunk = (source >= start) & (source < start + ctx.size)
             for words in _pieces(len(weight), len(part), weight.device):
@@ -101,7 +104,7 @@ class TokenLogprobs(torch.autograd.Function):
                     to_weight[words] += product(to_logits.t(), part)
                 if to_bias is not None:
                     to_bias[words] += to_logits.sum(0)
-        return to_hidden.to(hidden.dtype), to_weight, to_bias, None, None, None, None, None, None
+        return to_hidden.to(hidden.dtype), to_weight, to_bias, *[None] * 7
 
 
 def scaled_logits(
@@ -117,6 +120,16 @@ def scaled_logits(
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _mask(logits: torch.Tensor, masks: torch.Tensor | None, start: int) -> None:
+    """Overwrite those of ``logits`` [U, V] whose bit in ``masks``, from row ``start`` on, is 0."""
+    if masks is None:
+        return
+    bits = masks[start : start + len(logits), :, None] >> torch.arange(
+        8, dtype=torch.uint8, device=masks.device
+    )
+    logits.masked_fill_((bits & 1 == 0).flatten(1)[:, : logits.shape[1]], -torch.inf)
 
 
 def _softmax_in_place(

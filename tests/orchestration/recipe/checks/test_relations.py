@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from orchestration.recipe.checks import relations
 from orchestration.recipe.loading.load import load_recipe
 from orchestration.recipe.sizes.planner import plan
 from orchestration.workers.engines import sampling_of
@@ -259,3 +260,34 @@ def test_ranks_may_share_a_group(minimal: Path) -> None:
         minimal, "train.groups_per_step=4", "train.dp=5", "train.steps=0"
     )  # the steps are always a problem
     assert not [problem for problem in found if "groups" in problem.wrong]
+
+
+STRUCTURE_FAULTS = [
+    ("rollout.engine=vllm", "needs rollout.engine = 'torch'"),
+    ("train.engine=mock", "needs train.engine = 'torch'"),
+    ("train.cp=2", "needs train.cp = 1"),
+    ("environment.use=guess", "needs no environment"),
+    ("teacher.url=http://127.0.0.1:1/v1", "needs no teacher.url"),
+    ('external.stages=["rollout"]', "needs none of rollout, reference, update"),
+    ("rollout.structure.regex=(a", "cannot be followed"),
+    ("rollout.structure.grammar=start: none", "give one"),
+]
+
+
+@pytest.mark.parametrize(("override", "wrong"), STRUCTURE_FAULTS)
+def test_a_structure_that_training_would_not_have_is_refused(
+    minimal: Path, override: str, wrong: str
+) -> None:
+    load_recipe(minimal, ["rollout.structure.regex=[ab]+"])
+    found = problems(minimal, "rollout.structure.regex=[ab]+", override)
+    blamed = [each for each in found if each.key.startswith("rollout.structure.")]
+    assert [each.wrong + "; " + each.fix for each in blamed if wrong in str(each)], found
+
+
+def test_a_structure_names_its_extra(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relations, "is_installed", lambda module: module != "llguidance")
+    [blamed] = problems(minimal, "rollout.structure.regex=[ab]+")
+    assert (blamed.key, blamed.fix) == (
+        "rollout.structure.regex",
+        "pip install 'asyncdock[structured]'",
+    )

@@ -1,0 +1,105 @@
+"""The structure that a request asks of its responses, and the tool that they call by it.
+
+response_format, structured_outputs ──▶ Structure
+tools, tool_choice ──▶ Structure of {"name", "arguments"} ──▶ the response's text ──▶ tool_calls
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from typing import Any
+
+from api.policy.sampling import refused
+from api.schemas.completions import (
+    CalledFunction,
+    ChatRequest,
+    NamedTool,
+    Request,
+    StructuredOutputs,
+    ToolCall,
+)
+from pipeline.compat.extras import ExtraMissing
+from stages.engines.structure import Structure
+
+SPACED = {"x-guidance": {"whitespace_pattern": " ?"}}  # calls are never cut off in white space
+
+
+def calls_tool(request: Request) -> bool:
+    """Return whether the response is to be a call of a tool."""
+    return isinstance(request, ChatRequest) and request.tool_choice not in (None, "none", "auto")
+
+
+async def structure_of(request: Request) -> tuple[str, Structure] | None:
+    """Return the field of ``request`` that asks for a structure, and the structure; None: it may
+    be any text. Raises HTTPProblem."""
+    structures: dict[str, Structure] = {}
+    if isinstance(request, ChatRequest) and (request.tools or request.tool_choice):
+        _add_call(structures, request)
+    form = request.response_format
+    if form is not None and form.type != "text":
+        schema = form.json_schema.schema_ if form.json_schema else {"type": "object"}
+        structures["response_format"] = Structure("json_schema", json.dumps(schema))
+    if request.structured_outputs is not None:
+        structures["structured_outputs"] = _asked(request.structured_outputs)
+    if not structures:
+        return None
+    (field, structure), *others = structures.items()
+    if others:
+        raise refused(f"{others[0][0]} comes with {field}.", others[0][0], "give one of them")
+    try:
+        await asyncio.to_thread(structure.compiled)
+    except ExtraMissing as missing:
+        reason, _, fix = str(missing).rpartition("; ")
+        raise refused(f"{reason}.", field, fix) from None
+    except ValueError as error:
+        raise refused(f"It cannot be followed: {error}", field, "correct it") from None
+    return field, structure
+
+
+def _asked(form: StructuredOutputs) -> Structure:
+    if form.choice is not None:
+        return Structure("choice", json.dumps(form.choice))
+    if form.regex is not None:
+        return Structure("regex", form.regex)
+    if form.grammar is not None:
+        return Structure("grammar", form.grammar)
+    schema = {"type": "object"} if form.json_object else form.json_
+    return Structure("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+def _add_call(structures: dict[str, Structure], request: ChatRequest) -> None:
+    choice = request.tool_choice
+    if choice == "none":
+        return
+    if not calls_tool(request):
+        fix = "set it to required, none, or one of the tools"
+        raise refused("Calls are not looked for in any text.", "tool_choice", fix, choice)
+    functions = [tool.function for tool in request.tools or ()]
+    if isinstance(choice, NamedTool):
+        functions = [each for each in functions if each.name == choice.function.name]
+    if not functions:
+        raise refused("There is no such tool.", "tool_choice", "give it in tools")
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": each.name}, "arguments": each.parameters},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for each in functions
+    ]
+    structures["tool_choice"] = Structure("json_schema", json.dumps({"anyOf": calls, **SPACED}))
+
+
+def tool_call(text: str, *, is_streamed: bool) -> ToolCall | None:
+    """Return the call in the ``text`` of a response; None: it was cut off."""
+    try:
+        call: dict[str, Any] = json.loads(text)
+    except ValueError:
+        return None
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    function = CalledFunction(name=call["name"], arguments=arguments)
+    place = {"index": 0} if is_streamed else {}
+    return ToolCall(id=f"call_{secrets.token_hex(12)}", type="function", function=function, **place)
