@@ -294,6 +294,8 @@ def _reply_of(answer: Mapping[str, Any]) -> Reply:
     except ValidationError:
         raise EnvironmentFailed(NO_REPLY) from None
     if reply.request is not None:
+        if reply.request.prompt_ids:
+            return Reply(request=dataclasses.replace(reply.request, messages=(), tools=()))
         from stages.environments.programs.messages import RequestRefused, read_messages
 
         try:

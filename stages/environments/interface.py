@@ -110,27 +110,31 @@ class Turn:
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """The tokens of a turn: ``prompt_ids``, all before it, ``token_ids``, and the ``logprobs`` of
-    these. The lists are empty unless the request asks for them; ``prompt`` and ``generated`` are
-    how many there are, and ``cached`` how many of the prompt were not computed again."""
+    """The tokens of a turn: ``prompt_ids``, all before it, ``token_ids``, and the ``logprobs`` and
+    policy ``versions`` of these. The lists are empty unless the request asks for them; ``prompt``
+    and ``generated`` are how many there are, and ``cached`` how many of the prompt were not computed
+    again."""
 
     prompt: int
     generated: int
     prompt_ids: Sequence[int] = ()
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
+    versions: Sequence[int] = ()
     cached: int = 0
 
 
 @dataclass(frozen=True)
 class Request:
     """What a program asks the policy to go on with: all of its conversation, and the ``tools`` that
-    the turn may call. The last of ``messages`` is not the assistant's. ``wants_tokens``: the turn is
-    to come with its tokens."""
+    the turn may call. The last of ``messages`` is not the assistant's. ``prompt_ids``: all tokens
+    before the turn, in place of ``messages``. ``wants_tokens``: the turn is to come with its
+    tokens."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     wants_tokens: bool = False
+    prompt_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -321,8 +321,14 @@ class Episode:
         if not is_wanted:
             return tokens
         logprobs = progress.logprobs[begin : begin + len(token_ids)]
-        before = [*prompt_ids, *(progress.token_ids[place] for place in context)]
-        return replace(tokens, prompt_ids=before, token_ids=token_ids, logprobs=logprobs)
+        versions = [version for version, count in progress.versions for _ in range(count)]
+        return replace(
+            tokens,
+            prompt_ids=[*prompt_ids, *(progress.token_ids[place] for place in context)],
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=versions[begin : begin + len(token_ids)],
+        )
 
     async def _answer(self) -> None:
         progress = self.progress

@@ -2,7 +2,7 @@
 
 a class      messages ─────────────▶ the tokens of these, after the last turn
 a program    its whole conversation ─▶ what is new after the longest beginning of it that ends with a turn
-                                         ├ the last turn: nothing was changed
+             (messages or tokens)        ├ the last turn: nothing was changed
                                          └ an earlier one: the program has left out or changed messages, and
                                            begins a branch there
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
-from stages.environments.dialogue.interface import Dialogue
+from stages.environments.dialogue.interface import Dialogue, MessagesRefused
 from stages.environments.dialogue.program import ProgramDialogue
 from stages.environments.interface import EnvironmentFailed, Message, Reply, Request, Tool, Turn
 
@@ -48,11 +48,14 @@ class AppendingWriter:
 
 @dataclass
 class _Spoken:
-    """What a request adds to the conversation after so many turns, and the turn that answers it."""
+    """What a request adds to the conversation that ends with turn ``after``, and the turn that
+    answers it. ``is_of_tokens``: the request has tokens instead of messages."""
 
     after: int
     messages: list[Message]
     tools: Sequence[Tool]
+    token_ids: list[int]
+    is_of_tokens: bool
 
 
 class RequestWriter:
@@ -67,21 +70,25 @@ class RequestWriter:
         request = reply.request
         if request is None:
             raise EnvironmentFailed("a program's reply has no request")
-        after = self._after(request)
-        if after:
+        is_of_tokens = bool(request.prompt_ids)
+        if is_of_tokens:
+            after, ids = self._after_tokens(request.prompt_ids)
+            new = request.messages
+        elif after := self._after(request):
             new = request.messages[self._lengths[after - 1] :]
             dialogue = self._program.with_tools(request.tools)
             ids = dialogue.continuation(turns[after - 1], new)
         else:
             new = request.messages
             ids = self._program.after_prefix(request.messages, request.tools)
-        self._spoken.append(_Spoken(after, [*new], request.tools))
+        self._spoken.append(_Spoken(after, [*new], request.tools, [*ids], is_of_tokens))
         return after, ids
 
     def turn(self, token_ids: Sequence[int], truncated: bool, number: int) -> Turn:
         spoken = self._spoken[-1]
         turn = self._program.with_tools(spoken.tools).turn(token_ids, truncated, number)
         spoken.messages.append(turn.message)
+        spoken.token_ids.extend(token_ids)
         before = self._lengths[spoken.after - 1] if spoken.after else 0
         self._lengths.append(before + len(spoken.messages))
         return turn
@@ -92,7 +99,7 @@ class RequestWriter:
         fits = [
             number
             for number, length in enumerate(self._lengths, 1)
-            if length <= len(request.messages)
+            if length <= len(request.messages) and not self._spoken[number - 1].is_of_tokens
         ]
         for number in sorted(fits, key=lambda number: (-self._lengths[number - 1], -number)):
             if list(self._spoken[number - 1].tools) == list(request.tools) and all(
@@ -101,13 +108,32 @@ class RequestWriter:
                 return number
         return 0
 
+    def _after_tokens(self, prompt_ids: Sequence[int]) -> tuple[int, list[int]]:
+        """Return behind which turn a request goes on that has all tokens of its conversation, as
+        :meth:`_after` does, and the tokens after these. Raises MessagesRefused."""
+        self._program.check_tokens(prompt_ids)
+        after, begin = 0, len(self._program.prefix_ids)
+        for number in range(1, len(self._lengths) + 1):
+            path = [*self._program.prefix_ids]
+            path += chain(*(spoken.token_ids for spoken in self._path(number)))
+            if begin <= len(path) and list(prompt_ids[: len(path)]) == path:
+                after, begin = number, len(path)
+        new = list(prompt_ids[begin:])
+        if not new:
+            raise MessagesRefused("token_ids ends with a turn; add what follows it")
+        return after, new
+
     def _conversation(self, number: int) -> list[Message]:
         """Return the conversation that ends with turn ``number``, counted from 1."""
-        parts = list[list[Message]]()
+        return [*chain(*(spoken.messages for spoken in self._path(number)))]
+
+    def _path(self, number: int) -> list[_Spoken]:
+        """Return what was spoken until the end of turn ``number``, from the first turn on."""
+        path = list[_Spoken]()
         while number:
-            parts.append(self._spoken[number - 1].messages)
-            number = self._spoken[number - 1].after
-        return [*chain(*reversed(parts))]
+            path.append(self._spoken[number - 1])
+            number = path[-1].after
+        return path[::-1]
 
 
 def is_alike(before: Message, now: Message) -> bool:

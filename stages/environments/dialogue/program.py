@@ -35,6 +35,7 @@ class ProgramDialogue(PromptDialogue):
     def __init__(self, tokenizer: Tokenizer, choose: Callable[[Sequence[Tool]], Dialogue]) -> None:
         self._choose = choose
         self._by_tools: dict[str, Dialogue] = {}
+        self._vocabulary = len(tokenizer)
         self._plain = choose(())
         self.stop_token_ids = self._plain.stop_token_ids
         special = {
@@ -79,6 +80,13 @@ class ProgramDialogue(PromptDialogue):
                 del self._by_tools[next(iter(self._by_tools))]
             self._by_tools[name] = dialogue
         return self._by_tools[name]
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raise MessagesRefused unless ``token_ids`` may be a conversation."""
+        if list(token_ids[: len(self.prefix_ids)]) != self.prefix_ids:
+            raise MessagesRefused(f"token_ids must begin with {self.prefix_ids}, as the prompt")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary:
+            raise MessagesRefused(f"token_ids must be below the vocabulary's {self._vocabulary}")
 
     def after_prefix(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a whole conversation without those that it begins with. Raises

@@ -32,7 +32,7 @@ def read(body: Mapping[str, Any]) -> Request:
 def answer(body: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
     """Return the answer to the request ``body``."""
     choice = {"index": 0, "message": _message(turn), "finish_reason": _reason(turn)}
-    choice["logprobs"] = _logprobs(turn) if body.get("logprobs") else None
+    choice["logprobs"] = logprobs(turn) if body.get("logprobs") else None
     whole = {**_head(body, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
     if body.get("return_token_ids") and turn.tokens is not None:
         choice["token_ids"] = list(turn.tokens.token_ids)
@@ -52,7 +52,7 @@ def events(body: Mapping[str, Any], turn: Turn) -> Iterator[str]:
         yield _event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
     end = {"index": 0, "delta": {}, "finish_reason": _reason(turn)}
     if body.get("logprobs"):
-        end["logprobs"] = _logprobs(turn)
+        end["logprobs"] = logprobs(turn)
     yield _event({**head, "choices": [end]})
     options = body.get("stream_options")
     if isinstance(options, Mapping) and options.get("include_usage"):
@@ -106,7 +106,7 @@ def _usage(turn: Turn) -> dict[str, int]:
     }
 
 
-def _logprobs(turn: Turn) -> dict[str, Any] | None:
+def logprobs(turn: Turn) -> dict[str, Any] | None:
     """Return the logprobs of the turn's tokens, which are named by their numbers, as vLLM does with
     ``return_tokens_as_token_ids``."""
     if turn.tokens is None:

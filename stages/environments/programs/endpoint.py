@@ -3,6 +3,7 @@
 POST /v1/chat/completions   OpenAI
 POST /v1/responses          OpenAI
 POST /v1/messages           Anthropic
+POST /inference/v1/generate vLLM's, of token ids
 GET  /v1/models             the one model
 POST /v1/reward, /v1/end    of a program outside of the run
 POST /v1/sessions           with the server's own key: the next trajectory for such a program
@@ -21,7 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from stages.environments.interface import EnvironmentFailed, Request, Turn
-from stages.environments.programs import anthropic, chat, responses
+from stages.environments.programs import anthropic, chat, generate, responses
 from stages.environments.programs.exchange import Exchange, SessionEnded
 from stages.environments.programs.messages import (
     RequestRefused,
@@ -52,6 +53,7 @@ FORMS = {
     "/v1/chat/completions": Form(chat.read, chat.answer, chat.events, openai_error),
     "/v1/responses": Form(responses.read, responses.answer, responses.events, openai_error),
     "/v1/messages": Form(anthropic.read, anthropic.answer, anthropic.events, anthropic_error),
+    "/inference/v1/generate": Form(generate.read, generate.answer, generate.events, openai_error),
 }
 
 

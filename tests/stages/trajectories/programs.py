@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from typing import Any
 
 import httpx
 import openai
 
-from tests.stages.environments.conversations import ADD
+from tests.stages.environments.conversations import ADD, byte_level
 
+TOKENIZER = byte_level()
 seen = list[Any]()  # what programs got
+
+
+def ids_of(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
 async def talk(row: dict[str, Any], client: openai.AsyncOpenAI, session: Any) -> float:
@@ -143,6 +149,52 @@ async def forms(row: dict[str, Any], session: Any) -> float:
         ):
             await ask("chat/completions", body)
     return 1.0
+
+
+async def tokens(row: dict[str, Any], session: Any) -> float:
+    """Writes the conversation itself, as token ids; where it ``drifts``, with its turn tokenized
+    again."""
+    ids = ids_of(f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n")
+    more = ids_of("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")
+    url = session.base_url.removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with httpx.AsyncClient(headers=headers, timeout=None) as http:
+
+        async def ask(body: dict[str, Any]) -> Any:
+            answer = await http.post(f"{url}/inference/v1/generate", json=body)
+            seen.append(answer.json())
+            return answer.json()
+
+        for wrong in ({}, {"token_ids": [-1]}, {"token_ids": ids, "stream": True}):
+            await ask(wrong)
+        first = (await ask({"token_ids": ids, "request_id": "a"}))["choices"][0]["token_ids"]
+        if row.get("drifts"):
+            first = ids_of(str(TOKENIZER.decode(first)))
+        await ask({"token_ids": [*ids, *first, *more]})
+    return 1.0
+
+
+async def wrong_tokens(row: dict[str, Any], session: Any) -> None:
+    """Asks for what is no conversation of this model."""
+    url = session.base_url.removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with httpx.AsyncClient(headers=headers, timeout=None) as http:
+        await http.post(f"{url}/inference/v1/generate", json={"token_ids": row["token_ids"]})
+
+
+async def harness(row: dict[str, Any], session: Any) -> float:
+    """Starts the process ``row["command"]`` with the session's variables; the last word that it
+    prints is the answer."""
+    done = await asyncio.create_subprocess_exec(
+        *row["command"],
+        row["prompt"],
+        *row.get("arguments", ()),
+        env={**os.environ, **session.environment},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    printed, _ = await done.communicate()
+    seen.append(printed.decode().strip())
+    return float(seen[-1].endswith(row["answer"]))
 
 
 async def fails(row: dict[str, Any], client: openai.AsyncOpenAI) -> float:

@@ -46,7 +46,7 @@ async def dock(index_url: str, tmp_path: Path) -> AsyncIterator[Dock]:
 async def stage_of(
     dock: Dock, use: str, *, template: str = CHATML, limits: Mapping[str, Any] | None = None
 ) -> Environments:
-    caller = LocalCaller(environments(f"{PROGRAMS}:{use}", {}))
+    caller = LocalCaller(environments(use if ":" in use else f"{PROGRAMS}:{use}", {}))
     declared = Declarations(await caller.declare())
     dialogue = ProgramDialogue(
         TOKENIZER, lambda tools: ChatDialogue(TOKENIZER, template, {}, tools, roles=WRITTEN_ROLES)
@@ -263,6 +263,57 @@ async def test_tools_are_those_of_the_request_and_calls_come_back(dock: Dock) ->
     assert {each["logprob"] for each in choice["logprobs"]["content"]} == {-0.5}
     unreadable = second["choices"][0]["message"]
     assert (unreadable["content"], unreadable["tool_calls"]) == ("<tool_call>{nonsense", None)
+
+
+async def test_a_program_that_writes_tokens_gets_tokens_and_these_are_the_row(dock: Dock) -> None:
+    stage = await stage_of(dock, "tokens")
+    await admit(dock, {"prompt": "Hi"})
+    await answer(dock, stage)
+    await say(dock, "o ne<|im_end|>", split=True, version=0)  # as no tokenizer would
+    await answer(dock, stage)
+    await say(dock, "two<|im_end|>", version=1)
+    await answer(dock, stage)
+    [row] = await ended(dock)
+    assert shown(row)[0] == conversation("Hi", "o ne", "more", "two")
+    *refused, first, second = programs.seen
+    assert [each["error"]["message"].partition(":")[0] for each in refused] == [
+        *("token_ids", "token_ids", "stream")
+    ]
+    assert first["request_id"] == "a"
+    [choice] = second["choices"]
+    assert choice["token_ids"] == stage_turn(row, 1)
+    assert choice["weight_versions"] == [1] * len(choice["token_ids"])
+    assert [each["logprob"] for each in choice["logprobs"]["content"]] == row["rollout_logprobs"][
+        -len(choice["token_ids"]) :
+    ]
+    assert (choice["finish_reason"], stage.trajectories.seen.cut_turns) == ("stop", 0)
+
+
+async def test_a_turn_that_a_program_tokenizes_again_is_cut_off_and_counted(dock: Dock) -> None:
+    stage = await stage_of(dock, "tokens")
+    await admit(dock, {"prompt": "Hi", "drifts": True})
+    await answer(dock, stage)
+    await say(dock, "What is<|im_end|>", split=True)
+    await answer(dock, stage)
+    await say(dock, "two<|im_end|>")
+    await answer(dock, stage)
+    [row] = await ended(dock)
+    assert shown(row) == (conversation("Hi", "What is", "more", "two"), "two<|im_end|>")
+    assert stage.trajectories.seen.cut_turns == 1
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "reason"), [([1, 2], "must begin with"), ([0, 1 << 20], "must be below the")]
+)
+async def test_tokens_that_are_no_conversation_of_the_model_cost_the_trajectory(
+    dock: Dock, token_ids: list[int], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = await stage_of(dock, "wrong_tokens")
+    await admit(dock, {"prompt": "Hi", "token_ids": token_ids})
+    await answer(dock, stage)
+    [row] = await ended(dock)
+    assert row["ending"] == Ending.DROPPED
+    assert reason in capsys.readouterr().out
 
 
 async def test_the_three_forms_of_requests_continue_one_conversation(dock: Dock) -> None:

@@ -1,0 +1,1 @@
+"""Agents that know nothing of us, as processes."""
