@@ -165,8 +165,8 @@ def stage_columns(recipe: Recipe) -> Columns:
 
 def column_bytes(recipe: Recipe) -> int:
     """Bytes of a sample, at most, in the ragged columns and texts beside those of prompts,
-    responses, their experts and a reference, and branches, of which there are few. 0 for a flow that cannot be resolved, which is
-    reported elsewhere."""
+    responses, their experts and a reference, and branches, of which there are few. 0 for a flow
+    that cannot be resolved, which is reported elsewhere."""
     columns = value_or_none(lambda: flow_of(recipe).columns) or {}
     others = [
         kind
