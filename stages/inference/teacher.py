@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any
 
 import aiohttp
@@ -135,7 +135,8 @@ class TeacherServer:
         """
         asked = []  # the tokens before those of a branch, and these
         counts = []  # branches of each row
-        for (prompt, response), column in zip_longest(rows, branches, fillvalue=()):
+        columns = branches or [()] * len(rows)
+        for (prompt, response), column in zip(rows, columns, strict=True):
             tree = branches_of(column, len(response))
             counts.append(len(tree))
             for branch in tree:
