@@ -34,6 +34,8 @@ COMMANDS = {
 # Pages of which no command is executed.
 WHOLE = {
     "compose/README.md": DOCKER,
+    "docs/lm-eval.md": "another environment, from a package index; benchmarks/lm_eval_scores.py "
+    "executes such commands",
     "docs/measurements/gpu.md": "a CUDA GPU",
 }
 # On the pages of docs/measurements.
