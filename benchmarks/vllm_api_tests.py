@@ -45,7 +45,6 @@ FILES = (
     "test_return_tokens_as_ids.py",
     "test_return_token_ids.py",
 )
-STRUCTURED = "asks for structured outputs, which are refused by name"
 TOOLS = "calls tools, which are refused by name"
 WORDS = "asks for one model's words"
 FLAG = "needs a flag of vLLM's server"
@@ -58,10 +57,6 @@ SKIPPED = {
     "test_comparison_with_prompt_logprobs": WORDS,
     "test_batch_completions": "asks for beam search, which is refused by name",
     "test_invocations": "asks at /invocations, SageMaker's path",
-    "test_structured_outputs_choice": STRUCTURED,
-    "test_structured_outputs_json": STRUCTURED,
-    "test_structured_outputs_regex": STRUCTURED,
-    "test_response_format_json": STRUCTURED,
     "test_chat_completion_with_tool_use": TOOLS,
     "test_chat_completion_request_n_parameter": OWN_CLASSES,
     "test_completion_return_tokens_as_token_ids_completion[True]": FLAG,

@@ -55,7 +55,7 @@ from stages.engines.protocols import (
     Token,
 )
 from stages.flow.catalogue import OBSERVED
-from stages.model.load import TokenizerFailed
+from stages.model.load import Tokenizer, TokenizerFailed
 
 log = structlog.get_logger()
 
@@ -323,26 +323,8 @@ class Responder:
                 [] if isinstance(self._request, ChatRequest) else several(self._request.prompt)
             )
             is_text = isinstance(prompts[number], str)
-            choice.begin(*await self._prompt_text(self._prompts[number], scored, is_text))
-
-    async def _prompt_text(
-        self, ids: list[int], scored: Sequence[tuple[Token, int]] | None, is_text: bool
-    ) -> tuple[str, list[Placed]]:
-        """Return the text of a prompt, and where in it its tokens are, as far as they are
-        ``scored``. The first one has the logprob NaN: nothing is before it. Special tokens of one
-        that came as a text (``is_text``) were added to it."""
-        tokenizer = self._policy.tokenizer
-        if scored is None:
-            return str(tokenizer.decode(ids, skip_special_tokens=is_text)), []
-        pieces = Pieces(tokenizer, special_tokens=not is_text)
-        prompt = ChoiceText(0, tokenizer, pieces, special_tokens=not is_text)
-        first = Token(0, 0, ids[0], math.nan, OBSERVED)
-        for number, token in enumerate([first, *(token for token, _ in scored)]):
-            prompt.add(replace(token, version=OBSERVED))
-            if number % AT_ONCE == AT_ONCE - 1:
-                await asyncio.sleep(0)
-        prompt.finish("length")
-        return prompt.take()
+            prompt = (self._prompts[number], scored, is_text)
+            choice.begin(*await _prompt_text(self._policy.tokenizer, *prompt))
 
     async def _items(
         self, engine: RolloutEngine, groups: Sequence[GroupRequest]
@@ -501,3 +483,25 @@ class Responder:
             logprobs=logprobs,
             **fields,
         )
+
+
+async def _prompt_text(
+    tokenizer: Tokenizer,
+    ids: list[int],
+    scored: Sequence[tuple[Token, int]] | None,
+    is_text: bool,
+) -> tuple[str, list[Placed]]:
+    """Return the text of a prompt, and where in it its tokens are, as far as they are
+    ``scored``. The first one has the logprob NaN: nothing is before it. Special tokens of one
+    that came as a text (``is_text``) were added to it."""
+    if scored is None:
+        return str(tokenizer.decode(ids, skip_special_tokens=is_text)), []
+    pieces = Pieces(tokenizer, special_tokens=not is_text)
+    prompt = ChoiceText(0, tokenizer, pieces, special_tokens=not is_text)
+    first = Token(0, 0, ids[0], math.nan, OBSERVED)
+    for number, token in enumerate([first, *(token for token, _ in scored)]):
+        prompt.add(replace(token, version=OBSERVED))
+        if number % AT_ONCE == AT_ONCE - 1:
+            await asyncio.sleep(0)
+    prompt.finish("length")
+    return prompt.take()

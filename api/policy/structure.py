@@ -20,7 +20,7 @@ from api.schemas.completions import (
     StructuredOutputs,
     ToolCall,
 )
-from pipeline.compat.extras import ExtraMissing
+from pipeline.compat.extras import ExtraMissing, install
 from stages.engines.structure import Structure
 
 SPACED = {"x-guidance": {"whitespace_pattern": " ?"}}  # calls are never cut off in white space
@@ -50,9 +50,8 @@ async def structure_of(request: Request) -> tuple[str, Structure] | None:
         raise refused(f"{others[0][0]} comes with {field}.", others[0][0], "give one of them")
     try:
         await asyncio.to_thread(structure.compiled)
-    except ExtraMissing as missing:
-        reason, _, fix = str(missing).rpartition("; ")
-        raise refused(f"{reason}.", field, fix) from None
+    except ExtraMissing:
+        raise refused("llguidance is not installed.", field, install("structured")) from None
     except ValueError as error:
         raise refused(f"It cannot be followed: {error}", field, "correct it") from None
     return field, structure

@@ -101,7 +101,7 @@ def masks_of(recipe: Recipe) -> MasksOf | None:
     size = vocabulary_of(recipe)
     if structure is None or size is None:
         return None
-    from stages.engines.torch.matchers import Matchers
+    from stages.engines.torch.model.matchers import Matchers
 
     tokenizer = tokenizer_of(recipe)
     ends = sampling_of(recipe, tokenizer).stop_token_ids

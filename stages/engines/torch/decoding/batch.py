@@ -37,7 +37,7 @@ from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submis
 from stages.engines.torch.decoding.sampling import Drawn, draw, uniform
 
 if TYPE_CHECKING:
-    from stages.engines.torch.matchers import Matchers
+    from stages.engines.torch.model.matchers import Matchers
 
 # a row's token and the alternatives to it, and their logprobs
 Made = tuple[Sequence[int], Sequence[float]]
@@ -205,7 +205,7 @@ class ContinuousBatch:
         return logits
 
     def _new_matchers(self) -> Matchers:
-        from stages.engines.torch.matchers import Matchers
+        from stages.engines.torch.model.matchers import Matchers
 
         return Matchers(self._tokenizer, self.decoder.vocabulary)
 

@@ -17,7 +17,7 @@ from stages.engines.torch.decoding.decoder import Prompt
 
 if TYPE_CHECKING:
     from stages.engines.torch.decoding.processors import ProcessedRow
-    from stages.engines.torch.matchers import Matcher, Matchers
+    from stages.engines.torch.model.matchers import Matcher, Matchers
 
 
 @dataclass(eq=False)

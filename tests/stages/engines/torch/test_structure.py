@@ -26,8 +26,8 @@ from stages.engines.protocols import (
     SamplingParams,
 )
 from stages.engines.structure import Structure
-from stages.engines.torch.matchers import Matchers
 from stages.engines.torch.model import token_logprobs
+from stages.engines.torch.model.matchers import Matchers
 from stages.engines.torch.train import TorchTrainEngine
 from stages.model.load import tiny_model, tiny_tokenizer
 from tests.api.policy.answers import PADDED, byte_model, byte_tokenizer

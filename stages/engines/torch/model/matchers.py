@@ -84,8 +84,8 @@ class Matchers:
         return torch.from_numpy(np.stack(masks))
 
     def _compiled(self, structure: Structure) -> Any:
-        from llguidance import LLMatcher
-
+        with extra("structured"):
+            from llguidance import LLMatcher
         matcher = LLMatcher(self._tokens, structure.compiled(), log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
