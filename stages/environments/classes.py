@@ -47,6 +47,9 @@ LIBRARIES = {  # by their module: of "module:name", the class that is made with 
     "skyrl_gym": "stages.environments.libraries.skyrl_gym:SkyRLGym",
     "textarena": "stages.environments.libraries.textarena:TextArena",
 }
+PROGRAM_LIBRARIES = {  # the same, whose method ``solve`` is a program
+    "verifiers": "stages.environments.libraries.verifiers:VerifiersTaskset",
+}
 KEY = "environment.use"
 NO_TOOLS = ("reset", "step", "get_reward", "close")
 SCHEMA_LIBRARY = "transformers.utils.chat_template_utils"  # that schema_of imports
@@ -135,6 +138,8 @@ def environments(
         library, _, member = place.partition(":")
         if member and library in LIBRARIES:
             make: Any = partial(pkgutil.resolve_name(LIBRARIES[library]), member)
+        elif member and library in PROGRAM_LIBRARIES:
+            make = _program_of(place, PROGRAM_LIBRARIES[library], member, by_name.get(name, {}))
         else:
             make = find(
                 KEY, place, BUILT_IN, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS)
@@ -144,6 +149,18 @@ def environments(
             raise CodeUnusable(Problem(KEY, place, reason, "correct the name"))
         factories[name] = EnvironmentFactory(place, make, by_name.get(name, {}))
     return factories
+
+
+def _program_of(
+    use: str, library: str, member: str, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return the program that ``library`` makes of ``member``. Raises CodeUnusable."""
+    try:
+        program: Callable[..., Any] = pkgutil.resolve_name(library)(member, **options).solve
+    except (Exception, SystemExit) as error:
+        fix = "correct the name, or environment.options"
+        raise CodeUnusable(Problem(KEY, use, f"cannot be made: {error}", fix)) from error
+    return program
 
 
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:

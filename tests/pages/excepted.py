@@ -17,6 +17,10 @@ MEASURED = (
     "a measurement of minutes to hours; tests/benchmarks/test_commands.py reads its arguments"
 )
 HOST = "a second machine; tests/orchestration/run/test_hosts.py executes it in two networks"
+VERIFIERS = (
+    "an environment with verifiers, which does not go beside the newest openai; "
+    "tests/orchestration/run/test_verifiers.py executes it"
+)
 # By the beginning of a command.
 COMMANDS = {
     "asyncdock pairs "
@@ -27,6 +31,8 @@ COMMANDS = {
     "make compose-check": DOCKER,
     "make demo": "ten minutes and a package index; it is `asyncdock run quickstart`",
     "make test": "this suite",
+    "python rows.py glossary": VERIFIERS,
+    "asyncdock run glossary.toml": VERIFIERS,
     "python drive.py": "a service with a run that waits for programs, for as long as it trains; "
     "tests/orchestration/run/test_programs.py::test_programs_outside_play_the_trajectories "
     "executes such a program",

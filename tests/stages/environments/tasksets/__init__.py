@@ -1,0 +1,1 @@
+"""Tasksets of verifiers, as modules that it finds by their names."""

@@ -1,0 +1,146 @@
+"""Tasksets of verifiers, unmodified: which rows they make, and which are refused; the policy's turns
+are written by the tests.
+
+VERIFIERS: a clone of its repository, whose own tasksets are played too where it is given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.compat.extras import is_installed
+from pipeline.warehouse.dock import Dock
+from stages.environments.classes import environments
+from stages.user_code import CodeUnusable
+from tests.stages.environments.conversations import QWEN_APPENDS
+from tests.stages.trajectories.test_environments import answer, ended
+from tests.stages.trajectories.test_programs import say, shown, stage_of
+from tests.stages.trajectories.turns import admit, flow
+
+pytestmark = pytest.mark.skipif(
+    not is_installed("verifiers"), reason="verifiers is not installed: it wants an older openai"
+)
+OWN = Path(__file__).parents[1] / "environments" / "tasksets"
+CLONE = Path(os.environ.get("VERIFIERS", "/nonexistent")) / "environments"
+LIMITS = {"max_tokens": 60_000, "step_seconds": 120.0}
+needs_clone = pytest.mark.skipif(not CLONE.is_dir(), reason="VERIFIERS names no clone")
+
+
+@pytest.fixture
+async def dock(
+    index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Dock]:
+    folders = [str(OWN), *map(str, CLONE.glob("*/"))]
+    for folder in folders:
+        monkeypatch.syspath_prepend(folder)
+    # servers of tools are processes of their own
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    async with flow(index_url, tmp_path) as dock:
+        yield dock
+
+
+def called(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+async def played(dock: Dock, taskset: str, task: int, turns: list[str]) -> dict[str, Any]:
+    stage = await stage_of(dock, f"verifiers:{taskset}", template=QWEN_APPENDS, limits=LIMITS)
+    await admit(dock, {"prompt": "", "task": task})
+    for turn in turns:
+        await answer(dock, stage)
+        await say(dock, f"{turn}<|im_end|>")
+    await answer(dock, stage)
+    [row] = await ended(dock)
+    assert shown(row)[1] == "".join(f"{turn}<|im_end|>" for turn in turns)
+    assert stage.trajectories.seen.cut_turns == 0
+    await stage.trajectories.caller.end()
+    return row
+
+
+@pytest.mark.parametrize(
+    ("taskset", "task", "turns", "reward"),
+    [
+        ("sums", 1, [called("sums_add", '{"a": 4711, "b": 1234}'), "It is 5945."], 1.25),
+        ("sums", 0, ["It is 8, or 9, or something else that is near it."], 0.0),
+        ("sums", 0, [called("nothing", "{}"), called("sums_add", '{"a": 1}'), "7"], 1.25),
+        ("twice", 0, ["Yes.", "No."], 1.0),
+        ("twice", 0, ["Yes.", "Yes."], 0.0),
+        pytest.param(
+            "glossary",
+            0,
+            [called("facts_lookup", '{"name": "ada lovelace"}'), "The first computer programmer."],
+            1.0,
+            marks=needs_clone,
+        ),
+        pytest.param(
+            "scratchpad",
+            2,
+            [called("scratchpad_roundtrip", '{"word": "charlie"}'), "charlie"],
+            1.0,
+            marks=needs_clone,
+        ),
+    ],
+)
+async def test_a_taskset_is_played_with_its_tools_user_and_rewards(
+    dock: Dock, taskset: str, task: int, turns: list[str], reward: float
+) -> None:
+    row = await played(dock, taskset, task, turns)
+    assert row["environment_reward"] == reward
+
+
+async def test_what_a_tool_returns_is_an_observation(dock: Dock) -> None:
+    turns = [called("sums_add", '{"a": 4711, "b": 1234}'), "Done."]
+    row = await played(dock, "sums", 1, turns)
+    assert "<tool_response>\n5945\n</tool_response>" in shown(row)[0]
+    assert shown(row)[0].startswith("<|im_start|>system\nAdd.\n\n# Tools")
+
+
+@pytest.mark.parametrize(
+    ("taskset", "reason"),
+    [
+        ("pair", r"'pair' has the agents \['white', 'black'\], and one is trained"),
+        ("boxed", "the tasks of 'boxed' need a container"),
+        ("nothing_of_this_name", "taskset 'nothing_of_this_name' not found"),
+        pytest.param("kuhn_poker", "agents", marks=needs_clone),
+    ],
+)
+async def test_a_taskset_that_cannot_be_trained_is_refused_by_its_name(
+    dock: Dock, taskset: str, reason: str
+) -> None:
+    with pytest.raises(CodeUnusable, match=reason) as refused:
+        environments(f"verifiers:{taskset}", {})
+    assert f"verifiers:{taskset}" in str(refused.value)
+
+
+async def test_an_agent_with_a_client_of_its_own_is_not_the_policy(dock: Dock) -> None:
+    black = {"model": "judge", "client": {"type": "eval", "base_url": "http://127.0.0.1:9/v1"}}
+    environments("verifiers:pair", {"env": {"black": black}})
+    with pytest.raises(CodeUnusable, match="cannot be made"):
+        environments("verifiers:pair", {"env": {"black": {"colour": 1}}})
+    with pytest.raises(CodeUnusable, match="surprise"):
+        environments("verifiers:sums", {"surprise": 1})
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({}, "the row has task = None"),
+        ({"task": 2}, "the taskset has 2 tasks, and no 2"),
+        ({"task": -1}, "the row has task = -1"),
+    ],
+)
+async def test_a_row_that_names_no_task_costs_its_trajectory(
+    dock: Dock, row: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = await stage_of(dock, "verifiers:sums", template=QWEN_APPENDS, limits=LIMITS)
+    await admit(dock, {"prompt": "", **row})
+    await answer(dock, stage)
+    [ended_row] = await ended(dock)
+    assert reason in capsys.readouterr().out
+    assert ended_row["environment_reward"] != ended_row["environment_reward"]
