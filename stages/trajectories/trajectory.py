@@ -352,11 +352,14 @@ class Episode:
     async def _end(self) -> None:
         """Ask for the reward that is due, and close the environment."""
         rewards = self.progress.turn_reward
+        due = math.nan
         if self.ending is not Ending.DONE:
             seconds = self.shared.limits.step_seconds
             last = await self.shared.caller.finish(self._live().key, seconds)
-            rewards[-1] = _sum([rewards[-1], _number(last.reward)])
-        self.reward = _sum(rewards)
+            due = _number(last.reward)
+        self.reward = _sum([*rewards, due])
+        if rewards:  # none where a program has gone back behind all turns
+            rewards[-1] = _sum([rewards[-1], due])
         await self.close()
 
     def _has_room(self) -> bool:

@@ -151,6 +151,15 @@ async def forms(row: dict[str, Any], session: Any) -> float:
     return 1.0
 
 
+async def begins_anew(row: dict[str, Any], client: openai.AsyncOpenAI, session: Any) -> None:
+    """Begins another conversation after its turn, for which there is no room."""
+    session.reward = 0.5
+    for content in (row["prompt"], "anew " * 500):
+        await client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": content}]
+        )
+
+
 async def tokens(row: dict[str, Any], session: Any) -> float:
     """Writes the conversation itself, as token ids; where it ``drifts``, with its turn tokenized
     again."""

@@ -265,6 +265,19 @@ async def test_tools_are_those_of_the_request_and_calls_come_back(dock: Dock) ->
     assert (unreadable["content"], unreadable["tool_calls"]) == ("<tool_call>{nonsense", None)
 
 
+async def test_a_program_that_goes_back_behind_all_turns_and_finds_no_room_has_ended(
+    dock: Dock,
+) -> None:
+    stage = await stage_of(dock, "begins_anew")
+    await admit(dock, {"prompt": "Hi"})
+    await answer(dock, stage)
+    await say(dock, "one<|im_end|>")
+    await answer(dock, stage)
+    [row] = await ended(dock)
+    assert (row["ending"], row["environment_reward"]) == (Ending.TOKENS, 0.5)
+    assert (shown(row)[1], row["turn_starts"], row["turn_reward"]) == ("", [], [])
+
+
 async def test_a_program_that_writes_tokens_gets_tokens_and_these_are_the_row(dock: Dock) -> None:
     stage = await stage_of(dock, "tokens")
     await admit(dock, {"prompt": "Hi"})
