@@ -21,6 +21,7 @@ LONG = {
     "docs/cluster.md",
     "docs/engines.md",
     "docs/external.md",
+    "docs/moving.md",
     "docs/planner.md",
     "docs/rewards.md",
     "docs/runs.md",

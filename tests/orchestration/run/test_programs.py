@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import httpx
 import pytest
 
 from orchestration.state.documents import SESSIONS
+from pipeline.compat.extras import is_installed
 from stages.tasks.guess import Guess
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,
@@ -26,7 +32,10 @@ from tests.orchestration.run.test_trajectories import (
     run_of,
 )
 from tests.orchestration.runs import Watched, complete, executing, recipe
+from tests.stages.trajectories import harnesses
 
+Player = Callable[[dict[str, Any], httpx.AsyncClient], Awaitable[None]]
+HARNESSES = Path(harnesses.__file__).parent
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '<eos>' }}"
     "{% else %}{{ '<unk>' + m.content }}{% endif %}{% endfor %}"
@@ -170,8 +179,31 @@ async def play(session: dict[str, Any], http: httpx.AsyncClient) -> None:
         await post("end", {})
 
 
-async def play_all(watched: Watched) -> None:
-    """Take trajectories and play them, eight at a time, for ever."""
+async def play_by(command: Sequence[str], session: dict[str, Any], http: httpx.AsyncClient) -> None:
+    """The same by the process ``command``, which is told two variables and prints a digit last."""
+    variables = {"OPENAI_BASE_URL": session["base_url"], "OPENAI_API_KEY": session["api_key"]}
+    program, *arguments = command
+    process = await asyncio.create_subprocess_exec(
+        *program.split(),
+        session["row"]["prompt"],
+        *arguments,
+        env={**os.environ, **variables},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        printed, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    reward = float(printed.decode().strip().endswith(str(session["row"]["answer"])))
+    headers = {"Authorization": f"Bearer {session['api_key']}"}
+    for path, body in (("reward", {"reward": reward}), ("end", {})):
+        await http.post(f"{session['base_url']}/{path}", json=body, headers=headers)
+
+
+async def play_all(watched: Watched, play: Player = play, at_once: int = 8) -> None:
+    """Take trajectories and play them, several at once, for ever."""
     while watched.run.supervisor is None:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     index = watched.run.supervisor.index
@@ -191,7 +223,7 @@ async def play_all(watched: Watched) -> None:
                 except httpx.HTTPError:  # the worker was killed, or a limit has ended the session
                     await asyncio.sleep(0.05)
 
-        await asyncio.gather(*(player() for _ in range(8)))
+        await asyncio.gather(*(player() for _ in range(at_once)))
 
 
 @pytest.mark.parametrize("victim", ["", "rollout-0", "environment-0"])
@@ -214,4 +246,48 @@ async def test_programs_outside_play_the_trajectories(victim: str, tmp_path: Pat
     assert_each_sample_once(of, watched)
     rewards = [step["reward_mean"] for step in watched.of("step")]
     assert 0 < sum(rewards) < len(rewards)
+    assert_nothing_left(watched.run)
+
+
+@pytest.mark.parametrize(
+    ("command", "steps"),
+    [
+        pytest.param(
+            [f"bash {HARNESSES / 'loop.sh'}"],
+            4,
+            marks=pytest.mark.skipif(
+                not (shutil.which("curl") and shutil.which("jq")), reason="no curl, or no jq"
+            ),
+        ),
+        pytest.param(
+            [f"{sys.executable} {HARNESSES / 'code_agent.py'}", "short", "appending"],
+            2,
+            marks=pytest.mark.skipif(
+                not is_installed("smolagents"), reason="smolagents is not installed"
+            ),
+        ),
+    ],
+    ids=["curl", "smolagents"],
+)
+async def test_a_run_is_trained_by_programs_that_know_nothing_of_it_but_two_variables(
+    command: list[str], steps: int, tmp_path: Path
+) -> None:
+    of = chat(
+        tmp_path,
+        environment__use="sessions",
+        environment__on_error="zero",
+        environment__max_tokens=480,
+        train__steps=steps,
+        train__groups_per_step=2,
+        algorithm__group_size=2,
+    )
+    async with executing(run_of(of, tmp_path / "run")) as (watched, work):
+        players = asyncio.create_task(play_all(watched, partial(play_by, command), at_once=2))
+        result = await work
+        players.cancel()
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    counts = environments_of(watched)
+    assert "ended_failed" not in counts
+    assert counts["turns"] >= 2 * steps
     assert_nothing_left(watched.run)
