@@ -129,16 +129,6 @@ async def test_a_tool_is_called_by_its_schema(client: Client, choice: Any) -> No
     assert '{"na'.startswith(answer["message"]["content"].replace(" ", ""))
 
 
-async def test_the_template_gets_the_tools(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ tools[0].function.description }}"
-    asked: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "return_token_ids": True}
-    with checkpoint(tmp_path / "model", byte_model(5), tokenizer) as client:
-        answer = await client.whole(CHAT, **asked, tool_choice="none", max_tokens=2)
-        assert tokenizer.decode(answer["prompt_token_ids"]) == "It does."
-        await client.policies.close()
-
-
 async def test_what_cannot_be_followed_is_refused_by_its_field(client: Client) -> None:
     outputs: list[dict[str, Any]] = [
         {"regex": "(a"},

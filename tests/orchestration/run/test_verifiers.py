@@ -54,6 +54,6 @@ async def test_a_run_is_trained_on_a_taskset(
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
     counts = environments_of(watched)
-    assert counts["cut_turns"] == 0
+    assert counts["branches"] == 0
     assert counts["ended_done"] > 0
     assert_nothing_left(watched.run)

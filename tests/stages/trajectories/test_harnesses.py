@@ -57,7 +57,7 @@ async def test_the_tool_loop_of_openais_client_is_trained_turn_by_turn(dock: Doc
     stage, row = await played(dock, command, [CALL, "It is 5945"])
     assert shown(row)[1] == f"{CALL}<|im_end|>It is 5945<|im_end|>"
     assert "<tool_response>\n5945\n</tool_response>" in shown(row)[0]
-    assert stage.trajectories.seen.cut_turns == 0
+    assert stage.trajectories.seen.branches == 0
 
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="no curl, or no jq")
@@ -65,7 +65,7 @@ async def test_a_loop_of_curl_is_trained_turn_by_turn(dock: Dock) -> None:
     command = ["bash", str(HARNESSES / "loop.sh")]
     stage, row = await played(dock, command, ["I add", "5945"])
     assert shown(row)[0].startswith(conversation("4711 + 1234?", "I add", "more", "5945"))
-    assert stage.trajectories.seen.cut_turns == 0
+    assert stage.trajectories.seen.branches == 0
 
 
 @needs_smolagents
@@ -80,4 +80,4 @@ async def test_of_an_agent_of_smolagents_all_turns_are_trained_that_it_gives_bac
     # Without the option it writes its calls into what the policy has said.
     kept = f"{CODE}<|im_end|>" if options else ""
     assert generated == f"{kept}{END}<|im_end|>"
-    assert stage.trajectories.seen.cut_turns == (0 if options else 1)
+    assert stage.trajectories.seen.branches == (0 if options else 1)

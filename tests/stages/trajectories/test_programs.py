@@ -275,7 +275,8 @@ async def test_a_program_that_goes_back_behind_all_turns_and_finds_no_room_has_e
     await answer(dock, stage)
     [row] = await ended(dock)
     assert (row["ending"], row["environment_reward"]) == (Ending.TOKENS, 0.5)
-    assert (shown(row)[1], row["turn_starts"], row["turn_reward"]) == ("", [], [])
+    assert shown(row)[1] == "one<|im_end|>"
+    assert (len(row["turn_starts"]), row["turn_reward"], row["branches"]) == (1, [0.5], [])
 
 
 async def test_a_program_that_writes_tokens_gets_tokens_and_these_are_the_row(dock: Dock) -> None:
@@ -299,10 +300,12 @@ async def test_a_program_that_writes_tokens_gets_tokens_and_these_are_the_row(do
     assert [each["logprob"] for each in choice["logprobs"]["content"]] == row["rollout_logprobs"][
         -len(choice["token_ids"]) :
     ]
-    assert (choice["finish_reason"], stage.trajectories.seen.cut_turns) == ("stop", 0)
+    assert (choice["finish_reason"], stage.trajectories.seen.branches) == ("stop", 0)
 
 
-async def test_a_turn_that_a_program_tokenizes_again_is_cut_off_and_counted(dock: Dock) -> None:
+async def test_a_turn_that_a_program_tokenizes_again_is_left_behind_by_a_branch(
+    dock: Dock,
+) -> None:
     stage = await stage_of(dock, "tokens")
     await admit(dock, {"prompt": "Hi", "drifts": True})
     await answer(dock, stage)
@@ -311,8 +314,9 @@ async def test_a_turn_that_a_program_tokenizes_again_is_cut_off_and_counted(dock
     await say(dock, "two<|im_end|>")
     await answer(dock, stage)
     [row] = await ended(dock)
-    assert shown(row) == (conversation("Hi", "What is", "more", "two"), "two<|im_end|>")
-    assert stage.trajectories.seen.cut_turns == 1
+    assert shown(row)[1] == "What is<|im_end|>two<|im_end|>"
+    assert paths(row)[-1] == conversation("Hi", "What is", "more", "two")
+    assert stage.trajectories.seen.branches == 1
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ async def played(dock: Dock, taskset: str, task: int, turns: list[str]) -> dict[
     await answer(dock, stage)
     [row] = await ended(dock)
     assert shown(row)[1] == "".join(f"{turn}<|im_end|>" for turn in turns)
-    assert stage.trajectories.seen.cut_turns == 0
+    assert stage.trajectories.seen.branches == 0
     await stage.trajectories.caller.end()
     return row
 
