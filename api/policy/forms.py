@@ -98,7 +98,7 @@ class _Text:
     def __init__(self, responder: Responder, *, has_tools: bool) -> None:
         self._responder = responder
         self._has_tools = has_tools
-        self._sent = ""
+        self._sent = list[str]()
         self._rest = ""  # that may be part of a call
         self._choice: ChoiceText | None = None
 
@@ -108,7 +108,7 @@ class _Text:
         self._choice = choice
         self._rest += choice.take()[0]
         new = settled(self._rest) if self._has_tools else self._rest
-        self._sent += new
+        self._sent.append(new)
         self._rest = self._rest[len(new) :]
         return new
 
@@ -120,7 +120,7 @@ class _Text:
         stopped_by = self._choice.stopped_by
         truncated = self._choice.reason == "length"
         return replace(
-            read_turn(self._sent + self._rest, truncated, number, calls=self._has_tools),
+            read_turn("".join(self._sent) + self._rest, truncated, number, calls=self._has_tools),
             tokens=TurnTokens(usage.prompt_tokens, usage.completion_tokens, cached=cached),
             stop=stopped_by if isinstance(stopped_by, str) else "",
         )

@@ -13,7 +13,6 @@ from api.schemas.completions import (
     Empty,
     Ignored,
     Loose,
-    ResponseFormat,
     Stop,
     TokenId,
     Tokens,
@@ -38,8 +37,12 @@ class FunctionTool(Tool):
     parameters: Object | None = Field(None, description="JSON Schema.")
 
 
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
 class TextOptions(Strict):
-    format: ResponseFormat | None = None
+    format: TextFormat | None = None
     verbosity: None = None
 
 
