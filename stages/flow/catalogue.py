@@ -135,7 +135,7 @@ def catalogue(
                 "given": "text",
                 "fields": "text",
                 "response_ids": "int64 ragged",
-                **({MASK: OPTIONAL[MASK]} if environment else {}),
+                **({name: OPTIONAL[name] for name in (MASK, BRANCHES)} if environment else {}),
                 **(reward_reads or {}),
             },
             {"reward": "float32 finite", "scores": f"float32 [{rewards}]"},

@@ -36,7 +36,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -50,7 +50,7 @@ from pipeline.data.events import AlarmEvent
 from pipeline.index.client import Claim, Index
 from pipeline.worker.controller import Stage
 from pipeline.worker.outputs import Output, Written
-from stages.flow.catalogue import MASK
+from stages.flow.catalogue import BRANCHES, MASK
 from stages.model.load import Tokenizer
 from stages.rewards.calls import (
     LARGEST,
@@ -429,18 +429,19 @@ async def score_rows(
     rewards: RewardSet, tokenizer: Tokenizer, rows: TensorDict, reads: Sequence[str] = ()
 ) -> RewardScores:
     """Return the scores of rows with the columns ``given`` and ``fields`` (JSON texts) and
-    ``response_ids`` int64 jagged; of trajectories also ``loss_mask``. The columns ``reads`` are
+    ``response_ids`` int64 jagged; of trajectories also ``loss_mask`` and ``branches``. The columns ``reads`` are
     arguments of the functions by their names."""
     ids = plain_values(rows["response_ids"])
     completions: list[Any] = [rewards.text(tokenizer, row) for row in ids]
     if MASK in rows:
         masks = plain_values(rows[MASK])
+        branches = plain_values(rows[BRANCHES])
         completions = [
             [
                 {"role": role, "content": rewards.text(tokenizer, part)}
-                for role, part in segments(row, mask)
+                for role, part in segments(*of_row)
             ]
-            for row, mask in zip(ids, masks, strict=True)
+            for of_row in zip(ids, masks, branches, strict=True)
         ]
     return await rewards.score(
         [json.loads(text) for text in rows["given"]],
@@ -451,7 +452,16 @@ async def score_rows(
     )
 
 
-def segments(ids: Sequence[int], mask: Sequence[bool]) -> Iterator[tuple[str, list[int]]]:
-    """Yield the turns and the observations of a trajectory, each with the role of its message."""
-    for is_turn, tokens in groupby(zip(ids, mask, strict=True), key=itemgetter(1)):
-        yield "assistant" if is_turn else "tool", [token for token, _ in tokens]
+def segments(
+    ids: Sequence[int], mask: Sequence[bool], branches: Sequence[int] = ()
+) -> Iterator[tuple[str, list[int]]]:
+    """Yield the turns and the observations of a trajectory with the column ``branches``, each with
+    the role of its message; of a branch without those that it shares.
+
+    >>> [*segments([5, 6, 7, 8], [False, True, True, True], [2, 1])]
+    [('tool', [5]), ('assistant', [6]), ('assistant', [7, 8])]
+    """
+    for begin, end in pairwise([0, *branches[::2], len(ids)]):
+        pairs = zip(ids[begin:end], mask[begin:end], strict=True)
+        for is_turn, tokens in groupby(pairs, key=itemgetter(1)):
+            yield "assistant" if is_turn else "tool", [token for token, _ in tokens]

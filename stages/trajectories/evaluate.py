@@ -70,7 +70,7 @@ def attempt_of(evaluator: Evaluator, number: int, episode: Episode, failure: str
     row = ended_columns([progress], [episode.reward], [ending])
     text = "\n".join(
         f"{SPEAKERS[role]}: {evaluator.decode(tokens)}"
-        for role, tokens in segments(progress.token_ids, progress.mask())
+        for role, tokens in segments(progress.token_ids, progress.mask(), progress.branches)
     )
     columns = {name: column[0] for name, column in row.items()}
     return Attempt(evaluator.prompts[number], columns, text, progress.generated[1], failure)

@@ -312,15 +312,18 @@ def test_a_function_gets_a_trajectory_as_turns_and_observations() -> None:
     ids = [tokenizer(text)["input_ids"] for text, _ in texts]
     mask = [is_turn for part, (_, is_turn) in zip(ids, texts, strict=True) for _ in part]
     row = [token for part in ids for token in part]
-    prompts: list[Any] = ["ab=", [{"role": "user", "content": "ab="}]]
+    conversation = [{"role": "user", "content": "ab="}]
+    prompts: list[Any] = ["ab=", conversation, conversation]
+    branches = [*(torch.tensor([], dtype=torch.int64) for _ in range(2)), torch.tensor([1, 0])]
     rows = TensorDict(
         {
-            "response_ids": torch.nested.nested_tensor([row, row], layout=torch.jagged),
-            "loss_mask": torch.nested.nested_tensor([mask, mask], layout=torch.jagged),
+            "response_ids": torch.nested.nested_tensor([row] * 3, layout=torch.jagged),
+            "loss_mask": torch.nested.nested_tensor([mask] * 3, layout=torch.jagged),
+            "branches": torch.nested.nested_tensor(branches, layout=torch.jagged),
             "given": NonTensorStack(*map(json.dumps, prompts)),
-            "fields": NonTensorStack("{}", "{}"),
+            "fields": NonTensorStack("{}", "{}", "{}"),
         },
-        batch_size=[2],
+        batch_size=[3],
     )
     rewards = RewardSet([(f"{__name__}:reads", 1.0)])
     asyncio.run(score_rows(rewards, tokenizer, rows))
@@ -328,6 +331,12 @@ def test_a_function_gets_a_trajectory_as_turns_and_observations() -> None:
         "abc",
         [
             {"role": "assistant", "content": "ab"},
+            {"role": "tool", "content": "+"},
+            {"role": "assistant", "content": "c"},
+        ],
+        [
+            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": "b"},
             {"role": "tool", "content": "+"},
             {"role": "assistant", "content": "c"},
         ],

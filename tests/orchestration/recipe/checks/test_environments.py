@@ -15,5 +15,7 @@ def test_programs_may_branch_which_trainers_of_others_do_not_know() -> None:
         keys = {problem.key: str(problem) for problem in problems(game, PROGRAM, override)}
         key = override.partition("=")[0]
         assert "does not know the branches of programs" in keys[key]
-        of_class = {problem.key: str(problem) for problem in problems(game, override, "train.steps=0")}
+        of_class = {
+            problem.key: str(problem) for problem in problems(game, override, "train.steps=0")
+        }
         assert "branches" not in of_class.get(key, "")
