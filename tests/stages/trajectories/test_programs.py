@@ -276,7 +276,7 @@ async def test_a_program_that_goes_back_behind_all_turns_and_finds_no_room_has_e
     [row] = await ended(dock)
     assert (row["ending"], row["environment_reward"]) == (Ending.TOKENS, 0.5)
     assert shown(row)[1] == "one<|im_end|>"
-    assert (len(row["turn_starts"]), row["turn_reward"], row["branches"]) == (1, [0.5], [])
+    assert (len(row["turn_starts"]), row["turn_reward"]) == (1, [0.5])
 
 
 async def test_a_program_that_writes_tokens_gets_tokens_and_these_are_the_row(dock: Dock) -> None:
