@@ -183,6 +183,30 @@ async def tokens(row: dict[str, Any], session: Any) -> float:
     return 1.0
 
 
+async def train_client(row: dict[str, Any], client: openai.AsyncOpenAI) -> float:
+    """Asks as the train client of verifiers, with the library that this one takes."""
+    from renderers import config_from_name, create_renderer
+    from renderers.client import generate
+
+    config = type(config_from_name("qwen3"))(thinking_retention="all")
+    renderer = create_renderer(TOKENIZER, config)
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    more = [{"role": "user", "content": "more"}]
+    prompt_ids = None
+    for _ in range(2):
+        turn = await generate(
+            client=client,
+            renderer=renderer,
+            messages=messages,
+            model="any",
+            prompt_ids=prompt_ids,
+        )
+        seen.append(turn["content"])
+        bridged = renderer.bridge_to_next_turn(turn["prompt_ids"], turn["completion_ids"], more)
+        prompt_ids = bridged.token_ids
+    return 1.0
+
+
 async def wrong_tokens(row: dict[str, Any], session: Any) -> None:
     """Asks for what is no conversation of this model."""
     url = session.base_url.removesuffix("/v1")

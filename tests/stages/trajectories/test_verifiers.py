@@ -18,8 +18,9 @@ from pipeline.warehouse.dock import Dock
 from stages.environments.classes import environments
 from stages.user_code import CodeUnusable
 from tests.stages.environments.conversations import QWEN_APPENDS
+from tests.stages.trajectories import programs
 from tests.stages.trajectories.test_environments import answer, ended
-from tests.stages.trajectories.test_programs import say, shown, stage_of
+from tests.stages.trajectories.test_programs import conversation, say, shown, stage_of
 from tests.stages.trajectories.turns import admit, flow
 
 pytestmark = pytest.mark.skipif(
@@ -41,6 +42,7 @@ async def dock(
     # servers of tools are processes of their own
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("HOME", str(tmp_path))
+    programs.seen.clear()
     async with flow(index_url, tmp_path) as dock:
         yield dock
 
@@ -144,3 +146,19 @@ async def test_a_row_that_names_no_task_costs_its_trajectory(
     [ended_row] = await ended(dock)
     assert reason in capsys.readouterr().out
     assert ended_row["environment_reward"] != ended_row["environment_reward"]
+
+
+async def test_what_its_train_client_asks_with_gets_tokens(dock: Dock) -> None:
+    stage = await stage_of(dock, "train_client")
+    await admit(dock, {"prompt": "Hi"})
+    for turn in ("One.", "Two."):
+        await answer(dock, stage)
+        await say(dock, f"{turn}<|im_end|>")
+    await answer(dock, stage)
+    [row] = await ended(dock)
+    assert shown(row) == (
+        conversation("Hi", "One.", "more", "Two."),
+        "One.<|im_end|>Two.<|im_end|>",
+    )
+    assert programs.seen == ["One.", "Two."]
+    assert stage.trajectories.seen.cut_turns == 0
