@@ -85,7 +85,8 @@ BRANCHING = Rule(
     "branches",
     "The program changes or leaves out earlier messages in nearly every request, so each turn "
     "begins a branch: it is trained, but costs its whole context again. Have the program append to "
-    "its messages; look at what its framework summarizes, trims or formats anew.",
+    "its messages; look at what its framework summarizes, trims or formats anew, and, with token "
+    "ids, at turns tokenized again.",
     limit=0.9,
 )
 TRENDS = (

@@ -20,7 +20,7 @@ from orchestration.processes.handles import Process
 from orchestration.processes.user_process import LOG_BYTES
 from orchestration.sandbox import user_code
 from orchestration.sandbox.sandbox import LANDLOCK, NAMESPACES, Available, Sandbox, refusal
-from stages.environments.interface import EnvironmentFailed, Reply, Trajectory, Turn
+from stages.environments.interface import EnvironmentFailed, Reply, Trajectory, Turn, TurnTokens
 from stages.user_code import CodeUnusable
 
 FAULTY = "tests.orchestration.environments.faulty:Faulty"
@@ -336,6 +336,18 @@ async def main():
     await pool.open(Trajectory("t", {{"does": "start and hang", "file": str(folder / "pids")}}, 7), 600.0)
 asyncio.run(main())
 """
+
+
+async def test_a_program_asks_with_token_ids_and_gets_those_of_its_turn(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, "tests.stages.trajectories.programs:asks_once") as pool:
+        reply = await pool.open(Trajectory("t", {"token_ids": [5, 6]}, 7), LIMIT)
+        assert reply.request is not None
+        assert (list(reply.request.prompt_ids), reply.request.wants_tokens) == ([5, 6], True)
+        tokens = TurnTokens(2, 1, [5, 6], [9], [-0.25], [3])
+        last = await pool.step(
+            "t", Turn({"role": "assistant", "content": "x"}, tokens=tokens), LIMIT
+        )
+        assert (last.reward, last.done) == (12.0, True)
 
 
 async def test_no_process_stays_behind_when_the_worker_is_killed(tmp_path: Path) -> None:

@@ -207,12 +207,15 @@ async def train_client(row: dict[str, Any], client: openai.AsyncOpenAI) -> float
     return 1.0
 
 
-async def wrong_tokens(row: dict[str, Any], session: Any) -> None:
-    """Asks for what is no conversation of this model."""
+async def asks_once(row: dict[str, Any], session: Any) -> float:
+    """Asks with the row's tokens; the sum of the token that it gets and its version is the reward."""
     url = session.base_url.removesuffix("/v1")
     headers = {"Authorization": f"Bearer {session.api_key}"}
     async with httpx.AsyncClient(headers=headers, timeout=None) as http:
-        await http.post(f"{url}/inference/v1/generate", json={"token_ids": row["token_ids"]})
+        body = {"token_ids": row["token_ids"]}
+        answer = await http.post(f"{url}/inference/v1/generate", json=body)
+        [choice] = answer.json()["choices"]
+        return float(choice["token_ids"][0] + choice["weight_versions"][0])
 
 
 async def harness(row: dict[str, Any], session: Any) -> float:

@@ -325,7 +325,7 @@ async def test_a_turn_that_a_program_tokenizes_again_is_left_behind_by_a_branch(
 async def test_tokens_that_are_no_conversation_of_the_model_cost_the_trajectory(
     dock: Dock, token_ids: list[int], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage = await stage_of(dock, "wrong_tokens")
+    stage = await stage_of(dock, "asks_once")
     await admit(dock, {"prompt": "Hi", "token_ids": token_ids})
     await answer(dock, stage)
     [row] = await ended(dock)
