@@ -110,6 +110,15 @@ class Progress:
         self.branches += (len(self.token_ids), fork)
         return wanted[common:]
 
+    def drop_unused_branch(self) -> None:
+        """Take the last branch away where the trajectory has ended before its first turn."""
+        if not self.branches or self.turn_starts[-1] >= self.branches[-2]:
+            return
+        begin = self.branches[-2]
+        if begin < len(self.token_ids):
+            self.versions.pop()
+        del self.token_ids[begin:], self.logprobs[begin:], self.branches[-2:]
+
     def tree(self) -> list[Branch]:
         """Return its branches."""
         return branches_of(self.branches, len(self.token_ids))
@@ -198,8 +207,7 @@ def ended_columns(
 ) -> Rows:
     """Return all columns of ``trajectories`` that have ended. ``rewards``: NaN of one without."""
     for each in trajectories:
-        if each.branches[-2:-1] == [len(each.token_ids)]:  # it ended before the branch's first turn
-            del each.branches[-2:]
+        each.drop_unused_branch()
     return {
         **parked_columns(trajectories),
         MASK: [torch.tensor(each.mask(), dtype=torch.bool) for each in trajectories],
