@@ -26,7 +26,7 @@ from api.policy.logprobs import LogprobViews
 from api.policy.pieces import ChoiceText, Pieces, Placed
 from api.policy.prompts import read_prompts, read_words, several
 from api.policy.sampling import asked_alternatives, asked_tokens, refused, sampling_of
-from api.policy.structure import calls_tool, structure_of, tool_call
+from api.policy.structure import CallingText, calls_tool, may_call, structure_of, tool_call
 from api.schemas.completions import (
     MOST_CHOICES,
     AnswerView,
@@ -35,6 +35,7 @@ from api.schemas.completions import (
     Choice,
     PromptDetails,
     Request,
+    ToolCall,
     Usage,
 )
 from api.server.http.problems import HTTPProblem, problem_of
@@ -208,6 +209,10 @@ class Responder:
             )
             for number in range(choices)
         ]
+        self._calling: list[CallingText] = []  # of each choice, where it may call tools
+        if may_call(request):
+            streams = bool(request.stream)
+            self._calling = [CallingText(is_streamed=streams) for _ in range(choices)]
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._head: dict[str, Any] = {
             "object": kind if self._chat else "text_completion",
@@ -462,11 +467,15 @@ class Responder:
         if self._chat:
             message: dict[str, Any] = {"role": "assistant"} if begins else {}
             kind = "delta" if self._request.stream else "message"
-            call = self._calls_tool and tool_call(text, is_streamed=kind == "delta")
-            if call:
-                reason = "tool_calls"
-                message["tool_calls"] = [call]
-            fields[kind] = ChatText(content=None if call else text, **message)
+            calls: list[ToolCall] = []
+            if self._calling:
+                text, calls = self._calling[choice.number].add(text, ends=bool(reason))
+            elif self._calls_tool and (call := tool_call(text, is_streamed=kind == "delta")):
+                text, calls = "", [call]
+            if calls:
+                reason = "tool_calls" if reason == "stop" or self._calls_tool else reason
+                message["tool_calls"] = calls
+            fields[kind] = ChatText(content=None if calls and not text else text, **message)
         else:
             fields["text"] = text
         views = self._views

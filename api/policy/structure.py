@@ -1,7 +1,8 @@
-"""The structure that a request asks of its responses, and the tool that they call by it.
+"""The structure that a request asks of its responses, and the tools that they call.
 
 response_format, structured_outputs ──▶ Structure
-tools, tool_choice ──▶ Structure of {"name", "arguments"} ──▶ the response's text ──▶ tool_calls
+tools, tool_choice = required, or a tool ──▶ Structure of {"name", "arguments"} ──▶ the response's text ──▶ tool_calls
+tools ──▶ any text, with calls as the prompt shows them ──▶ content, tool_calls
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from api.policy.sampling import refused
@@ -31,11 +33,18 @@ def calls_tool(request: Request) -> bool:
     return isinstance(request, ChatRequest) and request.tool_choice not in (None, "none", "auto")
 
 
+def may_call(request: Request) -> bool:
+    """Return whether the response is any text, with calls or without."""
+    if not isinstance(request, ChatRequest):
+        return False
+    return request.tool_choice in (None, "auto") and bool(request.tools)
+
+
 async def structure_of(request: Request) -> tuple[str, Structure] | None:
     """Return the field of ``request`` that asks for a structure, and the structure; None: it may
     be any text. Raises HTTPProblem."""
     structures: dict[str, Structure] = {}
-    if isinstance(request, ChatRequest) and (request.tools or request.tool_choice):
+    if isinstance(request, ChatRequest) and calls_tool(request):
         _add_call(structures, request)
     form = request.response_format
     if form is not None and form.type != "text":
@@ -70,11 +79,6 @@ def _asked(form: StructuredOutputs) -> Structure:
 
 def _add_call(structures: dict[str, Structure], request: ChatRequest) -> None:
     choice = request.tool_choice
-    if choice == "none":
-        return
-    if not calls_tool(request):
-        fix = "set it to required, none, or one of the tools"
-        raise refused("Calls are not looked for in any text.", "tool_choice", fix, choice)
     functions = [tool.function for tool in request.tools or ()]
     if isinstance(choice, NamedTool):
         functions = [each for each in functions if each.name == choice.function.name]
@@ -98,7 +102,39 @@ def tool_call(text: str, *, is_streamed: bool) -> ToolCall | None:
         call: dict[str, Any] = json.loads(text)
     except ValueError:
         return None
+    return _call(call, 0 if is_streamed else None)
+
+
+def _call(call: Mapping[str, Any], place: int | None) -> ToolCall:
     arguments = json.dumps(call["arguments"], ensure_ascii=False)
     function = CalledFunction(name=call["name"], arguments=arguments)
-    place = {"index": 0} if is_streamed else {}
-    return ToolCall(id=f"call_{secrets.token_hex(12)}", type="function", function=function, **place)
+    index = {} if place is None else {"index": place}
+    return ToolCall(id=f"call_{secrets.token_hex(12)}", type="function", function=function, **index)
+
+
+class CallingText:
+    """The text of a response as it comes, without the calls that it ends with."""
+
+    def __init__(self, *, is_streamed: bool) -> None:
+        self._is_streamed = is_streamed
+        self._sent = ""
+        self._rest = ""  # that may be part of a call
+
+    def add(self, text: str, *, ends: bool) -> tuple[str, list[ToolCall]]:
+        """Add ``text``, the last one where the response ``ends``. Returns what the content goes on
+        with, and at the end the calls; one that cannot be read is content."""
+        from stages.environments.dialogue.turns import read_turn, settled
+
+        self._rest += text
+        if not ends:
+            new = settled(self._rest)
+            self._sent += new
+            self._rest = self._rest[len(new) :]
+            return new, []
+        message = read_turn(self._sent + self._rest, truncated=False, number=0, calls=True).message
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        calls = [
+            _call(function, place if self._is_streamed else None)
+            for place, function in enumerate(functions)
+        ]
+        return message["content"][len(self._sent) :], calls

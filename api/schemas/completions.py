@@ -17,8 +17,9 @@ from pydantic import (
 
 from api.schemas.runs import Strict
 from stages.engines.bounds import LEAST, MOST_TEMPERATURE, temperature_fix, top_p_fix
+from stages.environments.interface import Message
 from stages.environments.interface import Request as Conversation
-from stages.environments.programs.messages import text_of
+from stages.environments.programs.messages import call_of, dropped_tools, read_tools, text_of
 from stages.json_schema import fault, faults
 
 MOST_CHOICES = 128  # of one request
@@ -100,6 +101,7 @@ class ToolFunction(BaseModel):
     model_config = ConfigDict(extra="allow")  # templates read them
 
     name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
     parameters: dict[str, Any] = Field({"type": "object"}, description="A JSON schema.")
 
 
@@ -269,13 +271,25 @@ class TextPart(Loose):
     text: str
 
 
+class CalledBefore(Loose):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CallBefore(Loose):
+    """A call of a message of the assistant."""
+
+    id: str | None = None
+    function: CalledBefore
+
+
 class ChatMessage(Loose):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[str | TextPart] | None = Field(None, validate_default=True)
     name: str | None = None
     tool_call_id: str | None = None
     audio: None = None
-    tool_calls: Empty | None = None
+    tool_calls: list[CallBefore] | None = None
     function_call: None = None
 
     @field_validator("content")
@@ -287,12 +301,20 @@ class ChatMessage(Loose):
             raise fault("is missing", "give a text: only an assistant's may be null")
         return content
 
-    @property
-    def as_templates_read(self) -> dict[str, str]:
+    def as_templates_read(self, names: dict[str, str]) -> Message:
+        """Return the message for a chat template. ``names``: of the tools that were called before,
+        by the id of the call; those of its calls are added."""
         content = self.model_dump()["content"]
         optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        if self.role == "tool":
+            optional["name"] = self.name or names.get(self.tool_call_id or "")
         named = {key: value for key, value in optional.items() if value is not None}
-        return {"role": self.role, "content": text_of(content, "messages"), **named}
+        message: Message = {"role": self.role, "content": text_of(content, "messages"), **named}
+        if self.tool_calls:
+            called = [(call.id, call.function) for call in self.tool_calls]
+            message["tool_calls"] = [call_of(i, each.name, each.arguments) for i, each in called]
+            names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
+        return message
 
 
 class ChatRequest(Sampling):
@@ -316,7 +338,9 @@ class ChatRequest(Sampling):
     )
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        None, description="With tools: one of them is called, or none. `auto` is not served."
+        None,
+        description="`auto`, the default: calls are looked for in the text. `required` or one tool: "
+        "the response is a call. `none`: the prompt has no tools.",
     )
     parallel_tool_calls: Any = None
     functions: Empty | None = None
@@ -331,7 +355,12 @@ class ChatRequest(Sampling):
 
     @property
     def as_templates_read(self) -> Conversation:
-        return Conversation([message.as_templates_read for message in self.messages])
+        names: dict[str, str] = {}
+        messages = [message.as_templates_read(names) for message in self.messages]
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        return Conversation(
+            messages, dropped_tools(self.tool_choice, read_tools(tools, inside="function"))
+        )
 
 
 class ReadChat(ChatRequest):

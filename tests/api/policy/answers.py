@@ -50,7 +50,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def byte_model(seed: int, vocabulary: int = PADDED, flat: float = 1.0) -> LlamaForCausalLM:
+def byte_model(
+    seed: int, vocabulary: int = PADDED, flat: float = 1.0, context: int = 256
+) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -59,7 +61,7 @@ def byte_model(seed: int, vocabulary: int = PADDED, flat: float = 1.0) -> LlamaF
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=context,
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)

@@ -68,8 +68,7 @@ def caller() -> tuple[Any, Any]:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(PIECES)
     chain = [*tokenizer.convert_tokens_to_ids(["=", *PIECES]), tokenizer.eos_token_id]
-    model = byte_model(5)
-    model.config.max_position_embeddings = 1024
+    model = byte_model(5, context=1024)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -189,13 +188,49 @@ async def test_tools_reach_the_prompt_and_their_calls_and_results_too(
     else:
         text = f"{describe([TOOL])}hi éSo:\n{written}<tool_response>\n2\n</tool_response>="
     assert written in text
-    with checkpoint(tmp_path / "model", byte_model(5), tokenizer) as client:
+    with checkpoint(tmp_path / "model", byte_model(5, context=1024), tokenizer) as client:
         count = await client.whole(COUNT, messages=messages, tools=tools)
         assert count == {"input_tokens": len(tokenizer(text)["input_ids"])}
         without = await client.whole(
             COUNT, messages=messages, tools=tools, tool_choice={"type": "none"}
         )
         assert without["input_tokens"] < count["input_tokens"]
+        called = {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "add", "arguments": '{"a": 1}'},
+        }
+        chat = [
+            SAID[1],
+            {"role": "assistant", "content": "So:", "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        ]
+        asked = {"messages": chat, "tools": [TOOL], "max_tokens": 1, "return_token_ids": True}
+        answer = await client.whole(CHAT, **asked)
+        assert answer["prompt_token_ids"] == tokenizer(text)["input_ids"]
+        answer = await client.whole(CHAT, **asked, tool_choice="none")
+        assert len(answer["prompt_token_ids"]) == without["input_tokens"]
+        await client.policies.close()
+
+
+async def test_a_chat_calls_tools_as_its_text_has_them(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"messages": SAID[1:2], "tools": [TOOL], "temperature": 0}
+    with checkpoint(tmp_path / "model", *caller()) as client:
+        (choice,) = (await client.whole(CHAT, **asked))["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "So:")
+        assert call["function"]["name"] == "add"
+        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+        deltas = [event["choices"][0] for event in await client.stream(CHAT, **asked)]
+        assert "".join(delta["delta"]["content"] or "" for delta in deltas) == "So:"
+        assert deltas[-1]["finish_reason"] == "tool_calls"
+        (streamed,) = deltas[-1]["delta"]["tool_calls"]
+        assert (streamed["index"], streamed["function"]) == (0, call["function"])
+        (plain,) = (await client.whole(CHAT, **{**asked, "tools": None}))["choices"]
+        assert "<tool_call>" in plain["message"]["content"]
+        (cut,) = (await client.whole(CHAT, **asked, max_tokens=3))["choices"]
+        assert (cut["finish_reason"], cut["message"].get("tool_calls")) == ("length", None)
+        assert "<tool_call>" in cut["message"]["content"]
         await client.policies.close()
 
 
