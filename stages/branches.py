@@ -14,6 +14,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,35 @@ def shared_until(branches: Sequence[Branch], fork: int) -> tuple[range, ...]:
     """Return the path that ends with token ``fork`` - 1, as ranges."""
     parent = branches[bisect_left(branches, fork, key=lambda branch: branch.begin) - 1]
     return (*parent.shared, range(parent.begin, fork))
+
+
+@dataclass(frozen=True, eq=False)
+class Strand:
+    """Tokens of a row that are packed side by side: a whole row, or one of its branches.
+
+    ``ids`` int64 [n], the first ``fed`` of them fed and the last ``predicted`` predicted, which are
+    those of ``row``, by its place in the piece, from number ``own`` on. ``path``: the numbers of
+    tokens that come before them, and are in other strands; empty for a strand that follows the
+    prompt.
+    """
+
+    row: int
+    ids: torch.Tensor
+    fed: int
+    predicted: int
+    own: int = 0
+    path: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class PackedBranch:
+    """The fed ``tokens`` of a branch, and the keys that they see: ``path`` int64 [n], places among
+    the packed tokens, their own last. ``positions`` int64, on the CPU: of the tokens, counted from
+    the first key."""
+
+    tokens: slice
+    path: torch.Tensor
+    positions: torch.Tensor
 
 
 def versions_at(

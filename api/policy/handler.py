@@ -26,7 +26,7 @@ from api.policy.logprobs import LogprobViews
 from api.policy.pieces import ChoiceText, Pieces, Placed
 from api.policy.prompts import read_prompts, read_words, several
 from api.policy.sampling import asked_alternatives, asked_tokens, refused, sampling_of
-from api.policy.structure import CallingText, calls_tool, may_call, structure_of, tool_call
+from api.policy.structure import calling_texts, calls_tool, structure_of, tool_call
 from api.schemas.completions import (
     MOST_CHOICES,
     AnswerView,
@@ -209,10 +209,7 @@ class Responder:
             )
             for number in range(choices)
         ]
-        self._calling: list[CallingText] = []  # of each choice, where it may call tools
-        if may_call(request):
-            streams = bool(request.stream)
-            self._calling = [CallingText(is_streamed=streams) for _ in range(choices)]
+        self._calling = calling_texts(request, choices)
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._head: dict[str, Any] = {
             "object": kind if self._chat else "text_completion",

@@ -33,13 +33,6 @@ def calls_tool(request: Request) -> bool:
     return isinstance(request, ChatRequest) and request.tool_choice not in (None, "none", "auto")
 
 
-def may_call(request: Request) -> bool:
-    """Return whether the response is any text, with calls or without."""
-    if not isinstance(request, ChatRequest):
-        return False
-    return request.tool_choice in (None, "auto") and bool(request.tools)
-
-
 async def structure_of(request: Request) -> tuple[str, Structure] | None:
     """Return the field of ``request`` that asks for a structure, and the structure; None: it may
     be any text. Raises HTTPProblem."""
@@ -138,3 +131,12 @@ class CallingText:
             for place, function in enumerate(functions)
         ]
         return message["content"][len(self._sent) :], calls
+
+
+def calling_texts(request: Request, choices: int) -> list[CallingText]:
+    """Return one for each of the ``choices`` where these are any text, with calls or without."""
+    if not isinstance(request, ChatRequest):
+        return []
+    if not request.tools or request.tool_choice not in (None, "auto"):
+        return []
+    return [CallingText(is_streamed=bool(request.stream)) for _ in range(choices)]

@@ -339,8 +339,8 @@ class ChatRequest(Sampling):
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None,
-        description="`auto`, the default: calls are looked for in the text. `required` or one tool: "
-        "the response is a call. `none`: the prompt has no tools.",
+        description="`auto`, the default: calls are looked for in the text. `required` or one "
+        "tool: the response is a call. `none`: the prompt has no tools.",
     )
     parallel_tool_calls: Any = None
     functions: Empty | None = None

@@ -10,40 +10,10 @@ shares, and its own tokens alone are predicted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from stages.branches import Branch
-
-
-@dataclass(frozen=True, eq=False)
-class Strand:
-    """Tokens of a row that are packed side by side: a whole row, or one of its branches.
-
-    ``ids`` int64 [n], the first ``fed`` of them fed and the last ``predicted`` predicted, which are
-    those of ``row``, by its place in the piece, from number ``own`` on. ``path``: the numbers of
-    tokens that come before them, and are in other strands; empty for a strand that follows the
-    prompt.
-    """
-
-    row: int
-    ids: torch.Tensor
-    fed: int
-    predicted: int
-    own: int = 0
-    path: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class PackedBranch:
-    """The fed ``tokens`` of a branch, and the keys that they see: ``path`` int64 [n], places among
-    the packed tokens, their own last. ``positions`` int64, on the CPU: of the tokens, counted from
-    the first key."""
-
-    tokens: slice
-    path: torch.Tensor
-    positions: torch.Tensor
+from stages.branches import Branch, PackedBranch, Strand
 
 
 def strands_of(
@@ -98,8 +68,6 @@ def packed_branches(
     strands: Sequence[Strand], prompt: slice, device: torch.device
 ) -> Iterator[PackedBranch]:
     """Yield the branches among the ``strands`` that follow ``prompt``."""
-    if not any(strand.path for strand in strands):
-        return
     places = places_of(strands, prompt.stop)
     start = prompt.stop
     for strand in strands:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.data.columns import Packed, indexes_of
 from stages.algorithms.batch import ragged
-from stages.branches import Branch, branches_of
+from stages.branches import Branch, PackedBranch, Strand, branches_of
 from stages.engines.plans import GroupShape, Piece
 from stages.engines.torch.model.attention import (
     FEW_KEYS,
@@ -34,15 +34,6 @@ from stages.engines.torch.model.attention import (
     wide,
 )
 from stages.engines.torch.model.attention_interface import state_of
-from stages.engines.torch.model.branched import (
-    PackedBranch,
-    Strand,
-    fed_tokens,
-    in_order_of_rows,
-    packed_branches,
-    places_of,
-    strands_of,
-)
 from stages.flow.catalogue import BRANCHES
 
 # name of shared_prompt_attention in transformers' attention interface
@@ -277,6 +268,8 @@ def _fed(branches: Sequence[Branch], length: int, *, expanded: bool) -> int:
     """Return how many tokens of a row with ``length`` and ``branches`` are fed."""
     if not branches:
         return length - 1
+    from stages.engines.torch.model.branched import fed_tokens
+
     return sum(fed_tokens(branch, branches, expanded=expanded) for branch in branches)
 
 
@@ -295,6 +288,8 @@ def pack(
     these rows; a prompt takes those of its first. ``branches[i]``: of these rows; ``expanded``: each
     is fed with its path. ``masks_of``: see :class:`PackedBatch`."""
     if branches:
+        from stages.engines.torch.model.branched import in_order_of_rows, places_of, strands_of
+
         strands = [
             strands_of(responses, of_piece, expanded=expanded)
             for responses, of_piece in zip(rows, branches, strict=True)
@@ -377,7 +372,11 @@ def _pieces(
     at = 0
     for prompt, of_piece in zip(prompts, strands, strict=True):
         of_prompt = slice(at, at + prompt.numel())
-        branches = tuple(packed_branches(of_piece, of_prompt, device))
+        branches: tuple[PackedBranch, ...] = ()
+        if any(strand.path for strand in of_piece):
+            from stages.engines.torch.model.branched import packed_branches
+
+            branches = tuple(packed_branches(of_piece, of_prompt, device))
         start = of_prompt.stop + sum(strand.fed for strand in of_piece if strand.path)
         fed = tuple(strand.fed for strand in of_piece if not strand.path)
         blocks = tuple(_blocks(start, prompt.numel(), fed, device))
