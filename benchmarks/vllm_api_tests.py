@@ -45,7 +45,6 @@ FILES = (
     "test_return_tokens_as_ids.py",
     "test_return_token_ids.py",
 )
-TOOLS = "calls tools by tool_choice auto, which is refused by name"
 WORDS = "asks for one model's words"
 FLAG = "needs a flag of vLLM's server"
 # by the beginning of a test's name
@@ -59,7 +58,7 @@ SKIPPED = {
     "test_invocations": "asks at /invocations, SageMaker's path",
     "test_structured_outputs_json": WORDS,
     "test_response_format_json": WORDS,
-    "test_chat_completion_with_tool_use": TOOLS,
+    "test_chat_completion_with_tool_use": WORDS,
     "test_chat_completion_request_n_parameter": OWN_CLASSES,
     "test_completion_return_tokens_as_token_ids_completion[True]": FLAG,
     "test_chat_return_tokens_as_token_ids_completion[True]": FLAG,
