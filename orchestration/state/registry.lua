@@ -60,9 +60,12 @@ local function define(name, body)
   end)
 end
 
--- {run, name, owner, recipe, key, fingerprint} → {run, made}; {reused} when the key came with another fingerprint.
-define('submit', function(all, a)
-  if call('EXISTS', all .. 'run:' .. a.run) == 1 then return { run = a.run, made = true } end
+-- {run, name, owner, recipe, key, fingerprint} → {run, made}; {reused} when the key came with another fingerprint; {taken} when
+-- another run has this id.
+define('submit', function(all, a, may_be_repeated)
+  if call('EXISTS', all .. 'run:' .. a.run) == 1 then
+    return may_be_repeated and { run = a.run, made = true } or { taken = true }
+  end
   local key = a.key ~= '' and all .. 'key:' .. a.owner .. ':' .. a.key
   local known = key and call('HMGET', key, 'run', 'fingerprint')
   if known and known[1] then

@@ -156,14 +156,16 @@ class Registry:
         Returns it, and whether this call created it: for a day, the same ``key`` and ``owner``
         return the first run. Raises :class:`KeyReused` when its ``fingerprint`` was another one.
         """
-        run = f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         # All runs are in the index of the service. Its URL may contain a password, so no recipe
         # shows it.
         recipe = recipe.model_copy(
             update={"pipeline": recipe.pipeline.model_copy(update={"index": "embedded"})}
         )
-        known = {"run": run, "name": recipe.name, "owner": owner, "recipe": recipe.to_json()}
-        reply = await self._call("submit", **known, key=key, fingerprint=fingerprint)
+        known = {"name": recipe.name, "owner": owner, "recipe": recipe.to_json()}
+        reply: dict[str, Any] = {"taken": True}
+        while "taken" in reply:
+            run = f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+            reply = await self._call("submit", run=run, **known, key=key, fingerprint=fingerprint)
         if "reused" in reply:
             raise KeyReused(
                 f"idempotency key {key!r} belongs to run {reply['reused']!r} of another request; "

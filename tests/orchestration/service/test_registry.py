@@ -8,6 +8,8 @@ import contextlib
 import os
 import signal
 import tempfile
+import time
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -381,6 +383,19 @@ async def test_what_an_ended_run_leaves_in_the_index_is_what_readers_need(index:
         assert [event.kind for event in await index.events()] == ["state"]
         assert await RUN_FLOW.get(index) == {"stages": []}
     assert await index.woken(ROOM, "", 0.01) == "", "what only workers need is gone"
+
+
+async def test_no_run_gets_the_id_of_another_one(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endings = iter(["abcd", "abcd", "abcd", "0123"])
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(next(endings) + 28 * "0"))
+    monkeypatch.setattr(time, "strftime", lambda _: "20261127-120137")
+    first, _ = await registry.submit(of(), owner="a")
+    second, made = await registry.submit(of(), owner="b")
+    assert (first.id[-4:], second.id[-4:], made) == ("abcd", "0123", True)
+    assert (await registry.get(first.id)).owner == "a"
+    assert (await registry.get(second.id)).position == 2
 
 
 async def test_what_was_submitted_survives_the_death_of_the_index(tmp_path: Path) -> None:

@@ -70,14 +70,13 @@ async def test_a_loop_of_curl_is_trained_turn_by_turn(dock: Dock) -> None:
 
 @needs_smolagents
 @pytest.mark.parametrize("options", [(), ("appending",)])
-async def test_of_an_agent_of_smolagents_all_turns_are_trained_that_it_gives_back(
+async def test_all_turns_of_an_agent_of_smolagents_are_trained(
     options: tuple[str, ...], dock: Dock
 ) -> None:
     command = [sys.executable, str(HARNESSES / "code_agent.py")]
     stage, row = await played(dock, command, [CODE, END], arguments=options)
     text, generated = shown(row)
     assert "Last output from code snippet" in text
+    assert generated == f"{CODE}<|im_end|>{END}<|im_end|>"
     # Without the option it writes its calls into what the policy has said.
-    kept = f"{CODE}<|im_end|>" if options else ""
-    assert generated == f"{kept}{END}<|im_end|>"
     assert stage.trajectories.seen.branches == (0 if options else 1)
