@@ -161,4 +161,4 @@ async def test_what_its_train_client_asks_with_gets_tokens(dock: Dock) -> None:
         "One.<|im_end|>Two.<|im_end|>",
     )
     assert programs.seen == ["One.", "Two."]
-    assert stage.trajectories.seen.cut_turns == 0
+    assert stage.trajectories.seen.branches == 0
