@@ -18,8 +18,8 @@ length of a turn is drawn from a log-normal distribution. So is the time of a to
     η = 0                turns of a step in lockstep: the batch waits for its slowest turn, each time
     a turn               of a run with one group at a time, an engine and a tool that take no time: from an answer to the
                          next question, which is park, claim, generate, park, claim
-    computed again       of the recipe `guess` with real engines: tokens of earlier turns whose keys and values were
-                         gone when a turn began, as newer weights had come or another worker made it
+    computed again       tokens of earlier turns whose keys and values were gone when the next turn began: newer
+                         weights had come, or another worker made the turn. The recipe is `guess`, with real engines
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Tool:
 
 
 def tool_times(seconds: float, seed: int) -> list[float]:
-    """Return the seconds of each tool of the trajectory with ``seed``, whose mean is ``seconds``."""
+    """Return the seconds of each tool call of the trajectory with this ``seed``. ``seconds``: the
+    mean of their distribution."""
     generator = random.Random(seed)
     turns = generator.randint(1, MOST_TURNS)
     if not seconds:

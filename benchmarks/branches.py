@@ -3,8 +3,8 @@ branch, with which its gradient is compared.
 
     python -m benchmarks.branches [--shared 32 256] [--branches 2 4 8] [--own 32] [--rows 2] [--json FILE]
 
-A group of trajectories whose program has asked again and again behind the first ``--shared`` tokens,
-``--branches`` times, each of ``--own`` tokens; the model is a small llama in float64, on two threads.
+Each trajectory of a group has ``--branches`` branches. They share the first ``--shared`` tokens, and
+each has ``--own`` tokens more. The model is a small Llama in float64, on two threads.
 
     tokens     that the model is fed
     seconds    of the processors, for a forward and backward pass, the best of three

@@ -73,7 +73,7 @@ class Strand:
     """Tokens of a row that are packed side by side: a whole row, or one of its branches.
 
     ``ids`` int64 [n], the first ``fed`` of them fed and the last ``predicted`` predicted, which are
-    those of ``row``, by its place in the piece, from number ``own`` on. ``path``: the numbers of
+    those of ``row``, by its place in the piece, from number ``begin`` on. ``path``: the numbers of
     tokens that come before them, and are in other strands; empty for a strand that follows the
     prompt.
     """
@@ -82,7 +82,7 @@ class Strand:
     ids: torch.Tensor
     fed: int
     predicted: int
-    own: int = 0
+    begin: int = 0
     path: Sequence[int] = ()
 
 

@@ -138,7 +138,7 @@ class Guard:
         """Judge what has become of the trajectories since the last judgement, where they are
         enough."""
         before = self._trajectories.get(worker, {})
-        if any(counts[name] < before[name] for name in before if name != "open"):
+        if any(counts.get(name, 0) < before[name] for name in before if name != "open"):
             before = {}  # the worker has begun again
         added = Counter({name: int(n - before.get(name, 0)) for name, n in counts.items()})
         ended = sum(count for name, count in added.items() if name.startswith("ended_"))

@@ -103,10 +103,11 @@ class Progress:
         for branch in tree:
             path = branch.path()
             pairs = zip(wanted, path, strict=False)
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == self.token_ids[pair[1]], pairs))
-            if same > common:
-                fork = path[same - 1] + 1
-                common = same
+            equal = takewhile(lambda pair: pair[0] == self.token_ids[pair[1]], pairs)
+            equal_tokens = sum(1 for _ in equal)
+            if equal_tokens > common:
+                fork = path[equal_tokens - 1] + 1
+                common = equal_tokens
         self.branches += (len(self.token_ids), fork)
         return wanted[common:]
 

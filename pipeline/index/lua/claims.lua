@@ -476,13 +476,14 @@ end
 
 -- Notes which worker of `stage` held rows that it parks for the stage `to`, and when those come back that one of `to` held.
 local function note_holders(run, stage, to, worker, rows)
-  local t = now(run)
+  local t
   for i = 1, #rows, 2 do
     for row = rows[i], rows[i + 1] do
       local holder = to.name ~= to.origin and (call('HGET', run .. 'holder:' .. to.name, row) or ''):match(' (.*)')
       if stage.name == to.name then
         if holder then call('HDEL', run .. 'holder:' .. to.name, row) end
       elseif holder then
+        t = t or now(run)
         call('HSET', run .. 'holder:' .. to.name, row, t .. ' ' .. holder)
       elseif stage.name ~= stage.origin then
         call('HSET', run .. 'holder:' .. stage.name, row, '0 ' .. worker)

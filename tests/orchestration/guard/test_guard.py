@@ -238,4 +238,6 @@ def test_a_worker_that_begins_again_is_judged_by_its_own_trajectories() -> None:
     events += [told(turns=n, ended_failed=n) for n in (2, 20)]
     assert alarms(events) == []
     (alarm,) = alarms([*events, told(turns=34, ended_failed=34)])
+    lacking = [told(turns=40, ended_done=40), told(turns=40, ended_failed=40)]
+    assert [alarm.metric for alarm in alarms(lacking)] == ["failed_environments"]
     assert alarm.metric == "failed_environments"

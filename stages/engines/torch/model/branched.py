@@ -31,10 +31,10 @@ def strands_of(
                 path = ids[branch.path()]
                 strands.append(Strand(number, path, len(path) - 1, count, branch.begin))
                 continue
-            own = ids[branch.begin : branch.end]
+            branch_ids = ids[branch.begin : branch.end]
             before = branch.path(branch.begin)
             strands.append(
-                Strand(number, own, fed_tokens(branch, of_row), count, branch.begin, before)
+                Strand(number, branch_ids, fed_tokens(branch, of_row), count, branch.begin, before)
             )
     return sorted(strands, key=lambda strand: (not strand.path, -strand.fed))
 
@@ -54,10 +54,10 @@ def places_of(strands: Sequence[Strand], start: int) -> dict[int, torch.Tensor]:
     a piece begin at ``start``; -1 of one that is not fed."""
     lengths: dict[int, int] = {}
     for strand in strands:
-        lengths[strand.row] = max(lengths.get(strand.row, 0), strand.own + strand.predicted)
+        lengths[strand.row] = max(lengths.get(strand.row, 0), strand.begin + strand.predicted)
     places = {row: torch.full((length,), -1) for row, length in lengths.items()}
     for strand in strands:
-        places[strand.row][strand.own : strand.own + strand.fed] = torch.arange(
+        places[strand.row][strand.begin : strand.begin + strand.fed] = torch.arange(
             start, start + strand.fed
         )
         start += strand.fed
@@ -99,7 +99,7 @@ def in_order_of_rows(
             firsts.append(first)
             first += len(row)
         for strand in of_piece:
-            at = firsts[strand.row] + strand.own
+            at = firsts[strand.row] + strand.begin
             end = begin + len(strand.ids)
             index[at : at + strand.predicted] = torch.arange(end - strand.predicted, end)
             begin = end
