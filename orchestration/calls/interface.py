@@ -1,0 +1,253 @@
+"""The service of training calls, as those who reach it from outside see it.
+
+api ─▶ CallService.submit ─▶ recorded ─▶ acknowledged: a request's id ─▶ in the order of its model ─▶ the engine
+       CallService.result ◀─ pending, an answer, or why there is none
+
+Ids of sessions, models, samplers and requests are text. A model is SESSION:train:N, a sampler
+SESSION:sample:N. ``owner``: the id of the token that asks; another owner's things do not exist for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from stages.calls.interface import (
+    AdamOptions,
+    Datum,
+    LossOptions,
+    ModelOptions,
+    PassOutput,
+    SampleOutput,
+    SampleRequest,
+    ServedBase,
+)
+
+Kind = Literal[
+    "create_model", "load_weights", "forward", "forward_backward", "optim_step", "save_weights",
+    "save_sampler", "unload_model", "sample",
+]  # fmt: skip
+CheckpointKind = Literal["weights", "sampler_weights"]
+
+
+class NotThere(LookupError):
+    """No such session, model, sampler, request or checkpoint, for this owner."""
+
+
+class Busy(RuntimeError):
+    """A limit is reached; the client is to try again. ``seconds``: after which time."""
+
+    def __init__(self, message: str, seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that has failed for good. ``by_client``: because of what it asked for."""
+
+    message: str
+    by_client: bool
+    again: bool = False
+    """Nothing was done, and the same request may succeed: the engine's process has ended."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A request that was served. ``value``: by its kind PassOutput, SampleOutput, or a dict of JSON:
+    create_model, load_weights, unload_model {model_id}; optim_step {metrics}; save_weights {path};
+    save_sampler {path} or {sampling_session_id}."""
+
+    kind: Kind
+    value: PassOutput | SampleOutput | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """A request that is recorded. ``sequence_ids``: of a sample, one for each response."""
+
+    request_id: str
+    model_id: str = ""
+    sequence_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    model_id: str
+    base: str
+    """The name of the base model."""
+    options: ModelOptions
+    architecture: str = ""
+    tokenizer: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    last_request: float = 0.0
+    """Seconds since 1970."""
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A saved state. ``path``: tinker://MODEL/KIND/NAME."""
+
+    path: str
+    model_id: str
+    kind: CheckpointKind
+    name: str
+    time: float
+    bytes: int
+    options: ModelOptions
+    base: str
+    expires: float | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    public: bool = False
+
+
+@dataclass(frozen=True)
+class SamplerInfo:
+    sampler_id: str
+    base: str
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    session_id: str
+    models: Sequence[str]
+    samplers: Sequence[str]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    display_name: str = ""
+
+
+class CallService(Protocol):
+    """Everything is asynchronous and may be repeated: the same session, numbers and kind give the
+    same answer. Raises NotThere, Busy, and CallRefused for what can be said at once. Numbers
+    (``seq_id``) order a model's calls; one that never comes holds the later ones up for a limited
+    time."""
+
+    @property
+    def bases(self) -> Sequence[ServedBase]:
+        """The base models that are served."""
+
+    async def open_session(
+        self,
+        owner: str,
+        *,
+        tags: Sequence[str],
+        metadata: Mapping[str, Any],
+        display_name: str = "",
+    ) -> str: ...
+
+    async def heartbeat(self, owner: str, session_id: str) -> None: ...
+
+    async def finish_session(self, owner: str, session_id: str, reason: str) -> None: ...
+
+    async def create_model(
+        self,
+        owner: str,
+        session_id: str,
+        number: int,
+        base: str,
+        options: ModelOptions,
+        metadata: Mapping[str, Any],
+    ) -> Acknowledged: ...
+
+    async def create_model_from(
+        self,
+        owner: str,
+        session_id: str,
+        number: int,
+        path: str,
+        *,
+        optimizer: bool,
+        metadata: Mapping[str, Any],
+    ) -> Acknowledged: ...
+
+    async def model(self, owner: str, model_id: str) -> ModelInfo: ...
+
+    async def models(self, owner: str) -> Sequence[ModelInfo]: ...
+
+    async def train(
+        self,
+        owner: str,
+        model_id: str,
+        seq_id: int,
+        data: Sequence[Datum],
+        loss: str,
+        options: LossOptions,
+        *,
+        backward: bool,
+    ) -> Acknowledged: ...
+
+    async def optim_step(
+        self, owner: str, model_id: str, seq_id: int, options: AdamOptions
+    ) -> Acknowledged: ...
+
+    async def save_weights(
+        self,
+        owner: str,
+        model_id: str,
+        seq_id: int,
+        name: str,
+        *,
+        ttl: float | None,
+        overwrite: bool,
+        metadata: Mapping[str, str],
+    ) -> Acknowledged: ...
+
+    async def save_sampler(
+        self,
+        owner: str,
+        model_id: str,
+        seq_id: int,
+        *,
+        name: str | None,
+        number: int | None,
+        inflight: bool,
+        ttl: float | None,
+        metadata: Mapping[str, str],
+    ) -> Acknowledged:
+        """Save weights for sampling under ``name``, or open the session's sampler ``number`` on
+        them; ``inflight``: it follows the later ones of such calls."""
+
+    async def load_weights(
+        self, owner: str, model_id: str, seq_id: int, path: str, *, optimizer: bool
+    ) -> Acknowledged: ...
+
+    async def unload_model(self, owner: str, model_id: str) -> Acknowledged: ...
+
+    async def open_sampler(
+        self, owner: str, session_id: str, number: int, *, base: str | None, path: str | None
+    ) -> SamplerInfo: ...
+
+    async def sampler(self, owner: str, sampler_id: str) -> SamplerInfo: ...
+
+    async def sample(
+        self, owner: str, sampler_id: str, seq_id: int, request: SampleRequest
+    ) -> Acknowledged: ...
+
+    async def result(self, owner: str, request_id: str, seconds: float) -> Done | Failed | None:
+        """Return the answer to a request, or None when there is none within ``seconds``."""
+
+    async def checkpoint(self, owner: str, path: str) -> CheckpointInfo: ...
+
+    async def checkpoints(
+        self, owner: str, model_id: str | None = None
+    ) -> Sequence[CheckpointInfo]: ...
+
+    async def delete_checkpoint(self, owner: str, path: str) -> None: ...
+
+    async def expire_checkpoint(self, owner: str, path: str, ttl: float | None) -> None: ...
+
+    async def archive(self, owner: str, path: str) -> str:
+        """Return the path of a .tar file with the checkpoint."""
+
+    async def session(self, owner: str, session_id: str) -> SessionInfo: ...
+
+    async def sessions(self, owner: str) -> Sequence[str]: ...
+
+    async def ledger(self, owner: str, model_id: str) -> Mapping[str, Any]:
+        """Return what a model has had: calls by kind and state, data, tokens, steps, staleness of
+        the rows whose provenance is known, sampled sequences with their versions."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Training calls from outside: passes and optimizer steps that a client asks for one by one."""
