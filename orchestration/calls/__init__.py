@@ -1,1 +1,1 @@
-"""Clients' models: their calls in order, recorded before they are acknowledged, and made again."""
+"""The service of training calls from outside: sessions, models in training, samplers."""

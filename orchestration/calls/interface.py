@@ -35,12 +35,60 @@ class NotThere(LookupError):
     """No such session, model, sampler, request or checkpoint, for this owner."""
 
 
+class Gone(NotThere):
+    """There was such a request: its answer has been read and forgotten."""
+
+
 class Busy(RuntimeError):
     """A limit is reached; the client is to try again. ``seconds``: after which time."""
 
     def __init__(self, message: str, seconds: float = 1.0) -> None:
         super().__init__(message)
         self.seconds = seconds
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """The limits of a service."""
+
+    waiting_requests: int = 4096
+    """Of an owner, recorded and not answered."""
+    waiting_bytes: int = 1 << 30
+    """Of an owner's calls that wait."""
+    call_bytes: int = 256 << 20
+    """Of one call."""
+    owner_sessions: int = 256
+    """Of an owner, not finished and not silent."""
+    owner_models: int = 256
+    """Of an owner, in sessions that are not finished."""
+    loaded_models: int = 16
+    """On one base; the one used the longest time ago is unloaded, and rebuilt on its next call."""
+    loaded_bytes: int = 16 << 30
+    """Of their weights, gradients and moments: how many models of rank 0 fit."""
+    loaded_adapters: int = 64
+    """Weights of samplers that an engine has at once."""
+    sampling_requests: int = 256
+    """At an engine at once."""
+    gap_seconds: float = 30.0
+    """For which later calls wait for a missing one; then they go on, as if it had failed. Clients
+    whose calls overtake each other send one again for up to five minutes."""
+    silent_seconds: float = 600.0
+    """Without a heartbeat, after which a session's models are unloaded."""
+    answer_seconds: float = 600.0
+    """For which an answer is kept after it was read."""
+    unread_seconds: float = 86400.0
+    """For which an answer is kept that nobody reads."""
+    state_steps: int = 64
+    """Optimizer steps after which a model's state is saved, and its calls are removed."""
+    state_bytes: int = 512 << 20
+    """Bytes of calls after which its state is saved at the next step."""
+    kept_snapshots: int = 64
+    """Samplers of a session that have weights of their own; beyond, those unused for an hour are
+    removed."""
+    restarts: int = 5
+    """Starts of an engine that fail one after the other, after which it counts as down."""
+    attempts: int = 3
+    """At a call during which the engine ends, after which the call has failed."""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,9 @@ class CalledModel(Protocol):
         CallRefused where there are none, FloatingPointError where they are not finite; the weights
         are as before then, and the gradients forgotten."""
 
+    def forget_gradients(self) -> None:
+        """Forget the gradients that there are."""
+
     def adapter(self) -> dict[str, Any]:
         """Return copies of the weights that a sampler needs, tensors by name: an adapter's, or all
         of a model of rank 0."""

@@ -1,0 +1,1 @@
+"""Engines of served base models: their processes, and how clients share one."""

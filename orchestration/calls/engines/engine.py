@@ -1,0 +1,169 @@
+"""The engine of a served base model, as the server sees it: a process that is started again.
+
+call ─▶ wait until it is ready ─▶ message ─▶ answer, or EngineDied: it has lost all of its models
+keep ─▶ start ─▶ ready ─▶ answers … ─▶ its end ─▶ a pause that doubles ─▶ start
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from orchestration.calls.engines.channel import BUFFER_BYTES, Message, receive, send
+from orchestration.processes.forkserver import Launch
+from orchestration.processes.handles import Process
+from orchestration.processes.starter import spawn
+from stages.calls.interface import CallRefused, ServedBase
+
+log = structlog.get_logger()
+
+FIRST_PAUSE = 0.25  # seconds between an end and the next start
+LONGEST_PAUSE = 30.0
+
+
+class EngineDied(RuntimeError):
+    """The process has ended, or does not have the model: what was asked may be asked again."""
+
+
+class EngineDown(RuntimeError):
+    """The process does not start any more; the message names its log."""
+
+
+class EngineFailed(RuntimeError):
+    """The engine could not do what was asked, and it was not the client's mistake."""
+
+
+class NotFinite(ValueError):
+    """A loss or a gradient is not finite."""
+
+
+class Engine:
+    """The process that serves ``base``. ``entry``: "module:function" that opens its parts (an
+    :data:`~orchestration.calls.engines.process.Opening`) with ``options``; ``log_file``: of its
+    output; ``restarts``: ends without any answer before, after which it counts as down."""
+
+    def __init__(
+        self,
+        base: ServedBase,
+        entry: str,
+        options: Mapping[str, Any],
+        log_file: Path,
+        restarts: int,
+    ) -> None:
+        self.base = base
+        self.generation = 0
+        """The number of its process; models of an earlier one are lost."""
+        self.process: Process | None = None
+        path = os.pathsep.join(path for path in sys.path if path)
+        settings = {"base": asdict(base), "entry": entry, "options": dict(options)}
+        self._launch = Launch(
+            "orchestration.calls.engines.process:main",
+            [json.dumps(settings)],
+            {**os.environ, "PYTHONPATH": path},
+            os.getcwd(),
+            str(log_file),
+            f"engine of {base.name}",
+        )
+        self._restarts = restarts
+        self._failures = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._changed = asyncio.Condition()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Message]] = {}
+        self._keeping = asyncio.create_task(self._keep())
+
+    @property
+    def down(self) -> bool:
+        return self._writer is None and self._failures > self._restarts
+
+    async def call(self, operation: str, blob: bytes = b"", **fields: Any) -> Message:
+        """Return the answer. Raises CallRefused, NotFinite, EngineFailed, EngineDied, and
+        EngineDown."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._writer is not None or self.down)
+        if self._writer is None:
+            raise EngineDown(
+                f"the engine of {self.base.name!r} has ended {self._failures} times at its start; "
+                f"{self._launch.log} has the reason"
+            )
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            send(self._writer, {"number": number, "operation": operation, **fields}, blob)
+            with contextlib.suppress(ConnectionError):  # then the answer has the error
+                await self._writer.drain()
+            head, answer_blob = await answer
+        finally:
+            self._answers.pop(number, None)
+        match head.get("error"):
+            case None:
+                return head, answer_blob
+            case "absent":
+                raise EngineDied("the process has been started again")
+            case "refused":
+                raise CallRefused(message=head["message"])
+            case "not finite":
+                raise NotFinite(head["message"])
+            case _:
+                raise EngineFailed(head["message"])
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self._live()
+            except Exception:
+                log.exception("the engine's process failed", base=self.base.name)
+            self._failures += 1
+            async with self._changed:
+                self._changed.notify_all()
+            pause = min(FIRST_PAUSE * 2 ** (self._failures - 1), LONGEST_PAUSE)
+            log.error(
+                "an engine has ended",
+                base=self.base.name,
+                output=self._launch.log,
+                failures=self._failures,
+                seconds_to_start=pause,
+            )
+            await asyncio.sleep(pause)
+
+    async def _live(self) -> None:
+        """Start the process, and pass its answers on until it ends."""
+        server_end, engine_end = socket.socketpair()
+        with engine_end:
+            process = self.process = spawn(self._launch, engine_end.fileno())
+        reader, writer = await asyncio.open_connection(sock=server_end, limit=BUFFER_BYTES)
+        try:
+            if await receive(reader) is None:
+                return
+            self.generation += 1
+            async with self._changed:
+                self._writer = writer
+                self._changed.notify_all()
+            while (message := await receive(reader)) is not None:
+                self._failures = 0
+                answer = self._answers.get(message[0]["number"])
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+        finally:
+            self._writer = None
+            writer.close()
+            process.end()
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(EngineDied("the process has ended"))
+            await process.wait()
+
+    async def close(self) -> None:
+        self._keeping.cancel()
+        await asyncio.wait([self._keeping])

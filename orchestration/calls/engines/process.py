@@ -1,0 +1,220 @@
+"""The process of an engine: ``python -m orchestration.calls.engines.process SETTINGS``.
+
+standard input, a socket ─▶ message ─┬▶ the thread of training ─▶ CalledModel
+                                     └▶ asyncio ───────────────▶ Sampler      ─▶ the answer, by its number
+
+It knows neither clients nor journals, and ends when its socket does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from orchestration import logs
+from orchestration.calls.engines.channel import BUFFER_BYTES, Message, receive, send
+from orchestration.calls.engines.encoding import (
+    pack_output,
+    unpack_adam,
+    unpack_pass,
+    unpack_request,
+)
+from orchestration.streams import open_outputs
+from stages.calls.interface import CalledModel, CallRefused, ModelOptions, Sampler, ServedBase
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+COPIES = 4  # of the weights of a model in training: with gradients and two moments
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What serves a base model: it makes models on it, and samples with their weights."""
+
+    new_model: Callable[[ModelOptions], CalledModel]
+    sampler: Sampler
+
+
+Opening = Callable[[ServedBase, Mapping[str, Any]], Awaitable[Parts]]
+
+
+class Absent(LookupError):
+    """This process does not have the model: it has been started again since."""
+
+
+class _Engine:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._models: dict[str, CalledModel] = {}
+        self._names = {""}  # that the sampler has weights of, and the base model's
+        self._thread = ThreadPoolExecutor(1, "training")
+        self._operations: dict[str, Callable[[dict[str, Any], bytes], Awaitable[Message]]] = {
+            "open": self._training(self._open),
+            "run": self._training(self._run),
+            "forget": self._training(self._forget),
+            "load": self._training(self._load),
+            "save": self._training(self._save),
+            "close": self._training(self._close),
+            "put": self._put,
+            "remove": self._remove,
+            "sample": self._sample,
+        }
+
+    async def answer(self, head: dict[str, Any], blob: bytes) -> Message:
+        """Return the answer to a message: what it asks for, or the error."""
+        try:
+            answer, answer_blob = await self._operations[head["operation"]](head, blob)
+        except Absent:
+            answer, answer_blob = {"error": "absent"}, b""
+        except CallRefused as error:
+            answer, answer_blob = {"error": "refused", "message": str(error)}, b""
+        except FloatingPointError as error:
+            answer, answer_blob = {"error": "not finite", "message": str(error)}, b""
+        except Exception as error:
+            log.exception("an operation has failed", operation=head["operation"])
+            message = f"{type(error).__name__}: {error}"
+            answer, answer_blob = {"error": "failed", "message": message}, b""
+        return {"number": head["number"], **answer}, answer_blob
+
+    def _training(
+        self, function: Callable[[dict[str, Any], bytes], Message]
+    ) -> Callable[[dict[str, Any], bytes], Awaitable[Message]]:
+        def operation(head: dict[str, Any], blob: bytes) -> Awaitable[Message]:
+            return self._in_thread(lambda: function(head, blob))
+
+        return operation
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def _model(self, head: dict[str, Any]) -> CalledModel:
+        try:
+            return self._models[head["model"]]
+        except KeyError:
+            raise Absent from None
+
+    def _open(self, head: dict[str, Any], _: bytes) -> Message:
+        self._close(head, b"")
+        model = self._parts.new_model(ModelOptions(**head["options"]))
+        try:
+            if head["folder"]:
+                model.load(Path(head["folder"]), optimizer=True)
+            weights = model.adapter()
+        except BaseException:
+            model.close()
+            raise
+        self._models[head["model"]] = model
+        return {"step": model.step, "bytes": COPIES * sum(map(_nbytes, weights.values()))}, b""
+
+    def _run(self, head: dict[str, Any], blob: bytes) -> Message:
+        model = self._model(head)
+        step = model.step
+        if head["kind"] == "optim_step":
+            metrics = model.optimizer_step(unpack_adam(blob))
+            return {"step": model.step}, pack_output({"metrics": metrics})
+        data, loss, options = unpack_pass(blob)
+        is_forward = head["kind"] == "forward"
+        operation = model.forward if is_forward else model.forward_backward
+        return {"step": step}, pack_output(operation(data, loss, options))
+
+    def _forget(self, head: dict[str, Any], _: bytes) -> Message:
+        self._model(head).forget_gradients()
+        return {}, b""
+
+    def _load(self, head: dict[str, Any], _: bytes) -> Message:
+        model = self._model(head)
+        model.load(Path(head["folder"]), optimizer=head["optimizer"])
+        return {"step": model.step}, b""
+
+    def _save(self, head: dict[str, Any], _: bytes) -> Message:
+        model = self._model(head)
+        folder = Path(head["folder"])
+        folder.mkdir(parents=True)
+        model.save(folder, optimizer=head["optimizer"])
+        return {"step": model.step}, b""
+
+    def _close(self, head: dict[str, Any], _: bytes) -> Message:
+        model = self._models.pop(head["model"], None)
+        if model is not None:
+            model.close()
+        return {}, b""
+
+    async def _put(self, head: dict[str, Any], _: bytes) -> Message:
+        options = ModelOptions(**head["options"])
+        weights = await self._in_thread(lambda: self._weights(head, options))
+        await self._parts.sampler.put(head["name"], options, weights, head["step"])
+        self._names.add(head["name"])
+        return {}, b""
+
+    def _weights(self, head: dict[str, Any], options: ModelOptions) -> Mapping[str, Any]:
+        """Return the weights of a model in training, or of one that was saved."""
+        if not head["folder"]:
+            return self._model(head).adapter()
+        model = self._parts.new_model(options)
+        try:
+            model.load(Path(head["folder"]), optimizer=False)
+            return model.adapter()
+        finally:
+            model.close()
+
+    async def _remove(self, head: dict[str, Any], _: bytes) -> Message:
+        if head["name"] in self._names:
+            self._names.remove(head["name"])
+            await self._parts.sampler.remove(head["name"])
+        return {}, b""
+
+    async def _sample(self, head: dict[str, Any], blob: bytes) -> Message:
+        if head["name"] not in self._names:
+            raise Absent
+        output = await self._parts.sampler.sample(head["name"], unpack_request(blob), head["seed"])
+        versions = [each.versions for each in output.sequences]
+        return {"versions": versions}, pack_output(output)
+
+    async def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        await self._parts.sampler.close()
+
+
+def _nbytes(tensor: Any) -> int:
+    return int(tensor.nbytes)
+
+
+async def _serve(settings: Mapping[str, Any]) -> None:
+    connection = socket.socket(fileno=os.dup(0))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=BUFFER_BYTES)
+    module, _, name = settings["entry"].partition(":")
+    opening: Opening = getattr(import_module(module), name)
+    engine = _Engine(await opening(ServedBase(**settings["base"]), settings["options"]))
+    send(writer, {"number": 0})
+    answering = set[asyncio.Task[None]]()
+
+    async def answer(head: dict[str, Any], blob: bytes) -> None:
+        send(writer, *await engine.answer(head, blob))
+        await writer.drain()
+
+    try:
+        while (message := await receive(reader)) is not None:
+            task = asyncio.create_task(answer(*message))
+            answering.add(task)
+            task.add_done_callback(answering.discard)
+    finally:
+        # what is computed now is nobody's any more
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    open_outputs()
+    logs.configure()
+    asyncio.run(_serve(json.loads(sys.argv[1])))

@@ -1,0 +1,220 @@
+"""The requests of one journal: recorded once, answered once, and forgotten after they were read.
+
+add ─▶ recorded ─▶ served ─▶ answer ─▶ recorded ─▶ result, again and again ─▶ forgotten
+  └ the same again: the same request
+
+Bytes of calls and answers stay in the journal; memory has a few facts of each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import structlog
+
+from orchestration.calls.engines.encoding import unpack_output
+from orchestration.calls.interface import Busy, CallOptions, Done, Failed, Gone, Kind
+from orchestration.calls.journal import Journal, Record
+from stages.calls.interface import CallRefused
+
+log = structlog.get_logger()
+
+AGAIN_SECONDS = 5.0  # until an answer that the disk has refused is written again
+
+
+@dataclass(eq=False)
+class Account:
+    """What an owner has waiting, within the limits of ``options``."""
+
+    options: CallOptions
+    requests: int = 0
+    bytes: int = 0
+
+    def charge(self, nbytes: int, *, must: bool) -> None:
+        """Count a request in. Raises Busy, unless it ``must`` be taken."""
+        options = self.options
+        if not must and self.requests >= options.waiting_requests:
+            raise Busy(f"{self.requests} requests wait, at most {options.waiting_requests} may")
+        if not must and self.requests and self.bytes + nbytes > options.waiting_bytes:
+            raise Busy(f"requests of {self.bytes} bytes wait, at most {options.waiting_bytes} may")
+        self.requests += 1
+        self.bytes += nbytes
+
+    def release(self, nbytes: int) -> None:
+        self.requests -= 1
+        self.bytes -= nbytes
+
+
+@dataclass(eq=False)
+class Request:
+    """``head``: of its call, ``call``: its record, None once nothing needs it any more."""
+
+    head: dict[str, Any]
+    call: Record | None
+    arrived: float = field(default_factory=time.monotonic)
+    outcome: Record | None = None
+    """Its answer, which may not be recorded yet."""
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    last_read: float | None = None
+    attempts: int = 0
+    """Ends of the engine while it was served."""
+
+    @property
+    def request_id(self) -> str:
+        return str(self.head["call"])
+
+    @property
+    def kind(self) -> Kind:
+        return cast(Kind, self.head["kind"])
+
+    @property
+    def size(self) -> int:
+        return 0 if self.call is None else self.call.size
+
+    @property
+    def succeeded(self) -> bool:
+        return self.outcome is not None and "failed" not in self.outcome.head
+
+
+class Requests:
+    """``arrived`` is called with each request that is recorded, ``account`` its owner's."""
+
+    def __init__(
+        self, journal: Journal, account: Account, arrived: Callable[[Request], None]
+    ) -> None:
+        self.journal = journal
+        self._account = account
+        self._arrived = arrived
+        self._by_id: dict[str, Request] = {}
+
+    def load(self, record: Record) -> Request:
+        """Take a call or an answer of the journal."""
+        head = record.head
+        if "call" in head:
+            request = Request(head, record)
+            self._by_id[request.request_id] = request
+            self._account.charge(record.size, must=True)
+            return request
+        of_call = head["answer"]
+        request = self._by_id.get(of_call["call"]) or Request(of_call, None)
+        self._by_id[request.request_id] = request
+        if request.call is not None and request.outcome is None:
+            self._account.release(request.call.size)
+        request.outcome = record
+        request.answered.set()
+        return request
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._by_id.values())
+
+    def get(self, request_id: str) -> Request | None:
+        return self._by_id.get(request_id)
+
+    async def add(self, head: dict[str, Any], blob: bytes, *, must: bool = False) -> Request:
+        """Record a call with ``call``, its id, and ``kind`` in its head, or return the same one of
+        before. Raises Busy, and CallRefused where the id is another call's."""
+        checksum = zlib.crc32(blob)
+        request = self._by_id.get(head["call"])
+        if request is None:
+            self._account.charge(len(blob), must=must)
+            head = {**head, "checksum": checksum}
+            request = Request(head, self.journal.append(head, blob))
+            self._by_id[request.request_id] = request
+            assert request.call is not None
+            assert request.call.written is not None
+            request.call.written.add_done_callback(partial(self._recorded, request))
+        elif (request.kind, request.head["checksum"]) != (head["kind"], checksum):
+            raise CallRefused(
+                message=f"{head['call']}: this number was another call's ({request.kind}); "
+                f"give each call a number of its own"
+            )
+        if request.call is not None and request.call.written is not None:
+            try:
+                await asyncio.shield(request.call.written)
+            except OSError as error:
+                raise Busy(str(error), AGAIN_SECONDS) from error
+        return request
+
+    def _recorded(self, request: Request, written: asyncio.Future[None]) -> None:
+        if written.cancelled() or written.exception() is not None:
+            self._by_id.pop(request.request_id, None)
+            self._account.release(request.size)
+        else:
+            self._arrived(request)
+
+    def answer(self, request: Request, outcome: bytes | Failed, **facts: Any) -> None:
+        """Record the answer. Until it is on the disk the request waits."""
+        head: dict[str, Any] = {"answer": request.head, "time": time.time(), **facts}
+        blob = b""
+        if isinstance(outcome, Failed):
+            head["failed"] = [outcome.message, outcome.by_client, outcome.again]
+        else:
+            blob = outcome
+            head["result"] = zlib.crc32(blob)
+        self._write(request, head, blob)
+
+    def _write(self, request: Request, head: dict[str, Any], blob: bytes) -> None:
+        request.outcome = self.journal.append(head, blob)
+
+        def answered(written: asyncio.Future[None]) -> None:
+            if written.cancelled():
+                return
+            if (error := written.exception()) is not None:
+                log.error("an answer waits for room on the disk", reason=str(error))
+                loop = asyncio.get_running_loop()
+                loop.call_later(AGAIN_SECONDS, self._write, request, head, blob)
+                return
+            self._account.release(request.size)
+            request.answered.set()
+
+        assert request.outcome.written is not None
+        request.outcome.written.add_done_callback(answered)
+
+    async def result(self, request_id: str, seconds: float) -> Done | Failed | None:
+        """Return the answer; None when there is none within ``seconds``. Raises Gone."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            raise Gone(
+                f"{request_id}: its answer was read and is forgotten, or it came after later "
+                f"calls had been served"
+            )
+        try:
+            async with asyncio.timeout(seconds):
+                await request.answered.wait()
+        except TimeoutError:
+            return None
+        request.last_read = time.time()
+        record = request.outcome
+        assert record is not None
+        if "failed" in record.head:
+            return Failed(*record.head["failed"])
+        value = unpack_output(request.kind, self.journal.read(record))
+        if "metrics" in record.head:
+            value.metrics.update(record.head["metrics"])  # type: ignore[union-attr]
+        return Done(request.kind, value)
+
+    def forgettable(self, options: CallOptions) -> Sequence[Request]:
+        """Return those whose answers need no longer be kept."""
+        now = time.time()
+        return [
+            request
+            for request in self
+            if request.outcome is not None
+            and request.answered.is_set()
+            and now
+            > (
+                request.outcome.head["time"] + options.unread_seconds
+                if request.last_read is None
+                else request.last_read + options.answer_seconds
+            )
+        ]
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            del self._by_id[request.request_id]

@@ -1,0 +1,360 @@
+"""A session: its samplers, their requests, and which versions each sampled sequence has.
+
+sample ─▶ recorded ─▶ the engine: all at once, as far as it has slots ─▶ answer, with versions
+
+Its journal has what the session is, its samplers, their requests, and of sequences whose answers are
+forgotten the versions alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from orchestration.calls.checkpoints import Checkpoint
+from orchestration.calls.engines.encoding import pack_request
+from orchestration.calls.engines.engine import EngineDied, EngineDown, EngineFailed
+from orchestration.calls.engines.served import Served, Weights
+from orchestration.calls.interface import CallOptions, Failed
+from orchestration.calls.journal import Journal, Record
+from orchestration.calls.ledger import SampledLedger, Versions
+from orchestration.calls.requests import Account, Request, Requests
+from orchestration.calls.training import TrainedModel
+from stages.calls.interface import CallRefused, ModelOptions, SampleRequest
+
+log = structlog.get_logger()
+
+SEQUENCES = 50_000  # whose versions a session keeps, the newest ones
+UNUSED_SECONDS = 3600.0  # after which a snapshot may be removed
+SHORTEN_RECORDS = 256  # forgotten, for which a journal is written again
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    session_id: str
+    owner: str
+    tags: Sequence[str]
+    metadata: Mapping[str, Any]
+    display_name: str
+    time: float
+
+
+@dataclass
+class Sampler:
+    """Number ``number`` of a session, on ``base``. ``weights`` None: the base model's.
+    ``request_id``: of the call that has made it, with a snapshot of its own; ``follows``: the
+    model whose inflight weights it has."""
+
+    number: int
+    base: str
+    path: str | None = None
+    weights: Weights | None = None
+    request_id: str = ""
+    follows: str = ""
+    last_used: float = field(default_factory=time.time)
+
+
+class Session:
+    """The session of ``facts`` in ``folder``, with the ``records`` of its ``journal``. ``root``: the
+    folder of the service, to which those of weights are relative; ``served``: engines by base."""
+
+    def __init__(
+        self,
+        facts: SessionFacts,
+        root: Path,
+        folder: Path,
+        journal: Journal,
+        records: Sequence[Record],
+        served: Mapping[str, Served],
+        account: Account,
+        options: CallOptions,
+    ) -> None:
+        self.facts = facts
+        self.folder = folder
+        self.models = dict[int, TrainedModel]()
+        self.samplers = dict[int, Sampler]()
+        self.finished = False
+        self.heard = time.monotonic()
+        """When its client was last heard."""
+        self.asleep = False
+        self.creating = asyncio.Lock()
+        self.requests = Requests(journal, account, self._arrived)
+        self._root = root
+        self._journal = journal
+        self._served = served
+        self._options = options
+        self._inflight = dict[str, Weights]()
+        self._versions = dict[str, tuple[str, Versions]]()
+        self._sampled = dict[str, SampledLedger]()
+        self._facts_records = list[Record]()
+        self._summary: Record | None = None
+        self._serving = set[asyncio.Task[None]]()
+        for record in records:
+            self._take(record)
+        for request in self.requests:
+            if request.outcome is None:
+                self._arrived(request)
+
+    @property
+    def owner(self) -> str:
+        return self.facts.owner
+
+    def _take(self, record: Record) -> None:
+        head = record.head
+        if "call" in head or "answer" in head:
+            request = self.requests.load(record)
+            if "answer" in head:
+                self._count(request, head)
+            return
+        if "sampled" in head:
+            self._summary = record
+            self._versions = {name: (model, versions) for name, model, versions in head["sampled"]}
+            self._sampled = {
+                model: SampledLedger(counts) for model, counts in head["ledger"].items()
+            }
+            return
+        self._facts_records.append(record)
+        if "sampler" in head:
+            sampler = Sampler(**{**head["sampler"], "weights": self._unpacked(head["weights"])})
+            self.samplers[sampler.number] = sampler
+            if sampler.follows and sampler.weights is not None:
+                self._inflight[sampler.follows] = sampler.weights
+        elif "closed" in head:
+            self.samplers.pop(head["closed"], None)
+        self.finished = self.finished or "finish" in head
+
+    def _unpacked(self, packed: Mapping[str, Any] | None) -> Weights | None:
+        if packed is None:
+            return None
+        options = ModelOptions(**packed["options"])
+        return Weights(**{**packed, "options": options, "folder": self._root / packed["folder"]})
+
+    async def record(self, **head: Any) -> None:
+        """Record what stays. Raises OSError."""
+        record = self._journal.append(head)
+        assert record.written is not None
+        await asyncio.shield(record.written)
+        self._facts_records.append(record)
+
+    # --- samplers
+
+    def sampler_id(self, number: int) -> str:
+        return f"{self.facts.session_id}:sample:{number}"
+
+    async def open_sampler(self, number: int, base: str, checkpoint: Checkpoint | None) -> Sampler:
+        """Open sampler ``number``, or return the one that there is. Raises OSError, and CallRefused
+        where the number is another one's."""
+        path = None if checkpoint is None else checkpoint.info.path
+        sampler = self.samplers.get(number)
+        if sampler is None:
+            weights = None
+            if checkpoint is not None:
+                info = checkpoint.info
+                name = str(checkpoint.folder.relative_to(self._root))
+                weights = Weights(
+                    name, info.model_id, info.options, checkpoint.step, checkpoint.folder
+                )
+            sampler = Sampler(number, base, path, weights)
+            await self._add(sampler)
+        elif (sampler.base, sampler.path) != (base, path) or sampler.request_id:
+            raise CallRefused(
+                message=f"sampling_session_seq_id {number} is another sampler's; give a new one"
+            )
+        return sampler
+
+    async def _add(self, sampler: Sampler) -> None:
+        weights = sampler.weights
+        packed = None
+        if weights is not None:
+            packed = {**asdict(weights), "folder": str(weights.folder.relative_to(self._root))}
+        facts = {**vars(sampler), "weights": None}
+        await self.record(sampler=facts, weights=packed)
+        self.samplers[sampler.number] = sampler
+
+    async def snapshot(self, model: TrainedModel, request: Request) -> str:
+        """Make the sampler that a call asks for, and return its id. Raises CallRefused, OSError,
+        and what the engine does."""
+        head = request.head
+        number = head["number"]
+        sampler_id = self.sampler_id(number)
+        existing = self.samplers.get(number)
+        if existing is not None:
+            if existing.request_id != request.request_id:
+                raise CallRefused(
+                    message=f"sampling_session_seq_id {number} is another sampler's; give a new one"
+                )
+            return sampler_id
+        model_id = model.facts.model_id
+        folder = self.folder / "samplers" / str(number)
+        await model.save_to(folder, optimizer=False)
+        name = f"{model_id}:inflight" if head["inflight"] else sampler_id
+        weights = Weights(name, model_id, model.facts.options, model.step, folder)
+        follows = model_id if head["inflight"] else ""
+        sampler = Sampler(number, model.facts.base, None, weights, request.request_id, follows)
+        await self._add(sampler)
+        if follows:
+            self._inflight[model_id] = weights
+        await self._served[sampler.base].put(weights, self.owner, live=True)
+        await self._remove_snapshots()
+        return sampler_id
+
+    async def _remove_snapshots(self) -> None:
+        """Remove the snapshots that are too many, and that nobody has used for an hour."""
+        newest = [weights.folder for weights in self._inflight.values()]
+        snapshots = [
+            sampler
+            for sampler in self.samplers.values()
+            if sampler.weights is not None
+            and sampler.request_id
+            and sampler.weights.folder not in newest
+        ]
+        snapshots.sort(key=lambda sampler: sampler.last_used)
+        oldest_used = time.time() - UNUSED_SECONDS
+        for sampler in snapshots[: -self._options.kept_snapshots]:
+            assert sampler.weights is not None
+            if sampler.last_used < oldest_used:
+                folder = sampler.weights.folder
+                if sampler.follows:
+                    sampler.weights = None  # it goes on with the newest ones
+                else:
+                    await self.record(closed=sampler.number)
+                    del self.samplers[sampler.number]
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    # --- samples
+
+    async def sample(self, number: int, seq: int, request: SampleRequest) -> str:
+        """Record a request, and return its id. Raises Busy, CallRefused."""
+        sampler = self.samplers[number]
+        sampler.last_used = time.time()
+        request_id = f"{self.sampler_id(number)}:{seq}"
+        seed = request.options.seed
+        head = {
+            "call": request_id,
+            "kind": "sample",
+            "number": number,
+            "seed": secrets.randbits(62) if seed is None else seed,
+        }
+        await self.requests.add(head, pack_request(request))
+        return request_id
+
+    def _arrived(self, request: Request) -> None:
+        task = asyncio.create_task(self._serve(request))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, request: Request) -> None:
+        facts: dict[str, Any] = {}
+        outcome: bytes | Failed | None = None
+        while outcome is None:
+            try:
+                outcome = await self._sample(request, facts)
+            except CallRefused as error:
+                outcome = Failed(str(error), by_client=True)
+            except EngineDied as error:
+                request.attempts += 1
+                if request.attempts >= self._options.attempts:
+                    outcome = Failed(str(error), by_client=False, again=True)
+            except EngineDown as error:
+                outcome = Failed(str(error), by_client=False, again=True)
+            except (EngineFailed, OSError) as error:
+                outcome = Failed(str(error), by_client=False)
+        self.requests.answer(request, outcome, **facts)
+        assert request.outcome is not None
+        self._count(request, request.outcome.head)
+
+    async def _sample(self, request: Request, facts: dict[str, Any]) -> bytes:
+        head = request.head
+        sampler = self.samplers.get(head["number"])
+        if sampler is None or self.finished:
+            raise CallRefused(message=f"{request.request_id}: its sampler is removed")
+        weights = self._inflight.get(sampler.follows, sampler.weights)
+        assert request.call is not None
+        reply, result = await self._served[sampler.base].sample(
+            weights,
+            self.owner,
+            self.sampler_id(sampler.number),
+            head["seed"],
+            self._journal.read(request.call),
+        )
+        facts["versions"] = reply["versions"]
+        facts["model"] = "" if weights is None else weights.model_id
+        return result
+
+    def _count(self, request: Request, answer: Mapping[str, Any]) -> None:
+        model_id = answer.get("model", "")
+        if not model_id:
+            return
+        ledger = self._sampled.setdefault(model_id, SampledLedger())
+        for number, packed in enumerate(answer["versions"]):
+            versions = tuple((version, tokens) for version, tokens in packed)
+            self._versions[f"{request.request_id}:{number}"] = (model_id, versions)
+            ledger.count(versions)
+        while len(self._versions) > SEQUENCES:
+            del self._versions[next(iter(self._versions))]
+
+    def versions(self, sequence_id: str) -> tuple[str, Versions] | None:
+        """Return the model whose weights have made a sequence, and its versions."""
+        return self._versions.get(sequence_id)
+
+    def sampled(self, model_id: str) -> Mapping[str, Any]:
+        return self._sampled.get(model_id, SampledLedger()).counts
+
+    # --- its end
+
+    async def sweep(self) -> None:
+        """Forget answers that were read, and unload what is silent."""
+        silent = time.monotonic() - self.heard > self._options.silent_seconds
+        if silent and not self.asleep:
+            await self.unload()
+        for model in self.models.values():
+            await model.sweep()
+        forgettable = self.requests.forgettable(self._options)
+        if len(forgettable) >= SHORTEN_RECORDS:
+            self.requests.forget(forgettable)
+            packed = [[name, model, versions] for name, (model, versions) in self._versions.items()]
+            ledger = {model: each.counts for model, each in self._sampled.items()}
+            self._summary = self._journal.append({"sampled": packed, "ledger": ledger})
+            await self._journal.rewrite(self._live)
+
+    def _live(self) -> list[Record]:
+        records = [*self._facts_records, self._summary]
+        for request in self.requests:
+            records.append(request.outcome)
+            if not request.answered.is_set():
+                records.append(request.call)
+        live = [record for record in records if record is not None]
+        return sorted(live, key=lambda record: record.offset)
+
+    async def unload(self) -> None:
+        """Have the engines forget its models and samplers, until their next calls."""
+        self.asleep = True
+        for model in self.models.values():
+            await model.leave()
+        for sampler in self.samplers.values():
+            if sampler.weights is not None and sampler.request_id:
+                await self._served[sampler.base].remove(sampler.weights.name)
+
+    async def finish(self, reason: str) -> None:
+        """Take no more calls, and remove what only its samplers need. Raises OSError."""
+        if not self.finished:
+            await self.record(finish=reason)
+            self.finished = True
+            await self.unload()
+            await asyncio.to_thread(shutil.rmtree, self.folder / "samplers", ignore_errors=True)
+
+    async def close(self) -> None:
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        for model in self.models.values():
+            await model.close()
+        await self._journal.close()
