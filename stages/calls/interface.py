@@ -105,9 +105,10 @@ class CalledModel(Protocol):
         """Return copies of the weights that a sampler needs, tensors by name: an adapter's, or all
         of a model of rank 0."""
 
-    def save(self, folder: Path, *, optimizer: bool) -> None:
-        """Write the product's own checkpoint: what :meth:`load` reads, bit for bit, and an adapter
-        that peft opens, or a Hugging Face model."""
+    def save(self, folder: Path, *, optimizer: bool, merged: bool = True) -> None:
+        """Write the product's own checkpoint: what :meth:`load` reads, bit for bit, an adapter that
+        peft opens, and with ``merged``, which takes the room and time of all the base's weights, a
+        Hugging Face model."""
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
         """Take over the weights of ``folder``, and with ``optimizer`` the moments and the step; without,

@@ -10,7 +10,7 @@ Mini-batches, and the forward and backward pass of one: stages/engines/torch/ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain
 from pathlib import Path
@@ -34,12 +34,14 @@ from stages.engines.torch.model.optimizer import (
     learning_rates_at,
     moments_of,
     renew,
+    set_adam,
     set_rates,
     zero_gradients,
 )
-from stages.engines.torch.model.packed_model import Kernels, PackedModel
+from stages.engines.torch.model.packed_model import Kernels, Outputs, PackedModel
 from stages.engines.torch.model.packing import MasksOf
 from stages.engines.torch.parallel.interface import Parallel
+from stages.engines.torch.parallel.runner import LossOf, Packing
 from stages.engines.torch.step import MiniBatch, TrainingStep
 from stages.resharding.tensors import local_part, local_weights, training_state
 
@@ -264,6 +266,24 @@ class TorchTrainEngine:
     def forward_backward(self, mini_batch: MiniBatch, algorithm: AlgorithmLike) -> dict[str, float]:
         """See :meth:`stages.engines.torch.step.TrainingStep.forward_backward`."""
         return self._training.forward_backward(mini_batch, algorithm)
+
+    @_repeatable
+    def learn(self, batches: Sequence[Packing], loss_of: LossOf) -> None:
+        """Add the gradients of the losses of micro-batches to those that there are; see
+        :meth:`stages.engines.torch.parallel.runner.MicroBatchRunner.learn`."""
+        self.parallel.runner.learn(batches, len(batches), loss_of)
+
+    @torch.no_grad()
+    @_repeatable
+    def score(self, batches: Sequence[Packing]) -> list[Outputs]:
+        """Return the outputs of micro-batches, without a gradient."""
+        return self.parallel.runner.score(batches, len(batches))
+
+    def set_adam(self, *, grad_clip: float | None, **options: Any) -> None:
+        """Set what the next optimizer steps clip gradients to, and ``options`` of
+        :func:`stages.engines.torch.model.optimizer.set_adam`."""
+        self._grad_clip = grad_clip
+        set_adam(self._optimizer, **options)
 
     @_repeatable
     def optimizer_step(self, loss: float = 0.0) -> float:

@@ -109,6 +109,20 @@ def set_rates(optimizer: torch.optim.AdamW, of_policy: float, of_values: float) 
     return rates
 
 
+def set_adam(
+    optimizer: torch.optim.AdamW,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Set the options of the next steps of ``optimizer``, which :func:`adamw` has made."""
+    for options in optimizer.param_groups:
+        options.update(lr=learning_rate, betas=betas, eps=eps)
+    optimizer.param_groups[0]["weight_decay"] = weight_decay
+
+
 def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """Return the optimizer's state of ``parameter``, created as AdamW creates it before its first
     step."""

@@ -1,0 +1,158 @@
+"""What a client sends of a pass, checked before anything is computed.
+
+    name, options, data ─▶ checked ─▶ ChosenLoss, and by datum: tokens, targets, the loss's columns
+                                  └─▶ CallRefused: the datum's number, the field, its value, the fix
+
+Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.problems import Problem
+from stages.calls.interface import AdamOptions, CallRefused, Datum, LossOptions
+from stages.calls.losses import LOSSES, Loss
+
+TARGETS = "target_tokens"
+LEAST_EPS = 1e-30  # of AdamW: with less, a gradient of 0 is divided by 0 in float32
+
+
+@dataclass(frozen=True)
+class DatumColumns:
+    """A checked datum: ``tokens`` int64 [N]; ``targets`` int64 [N] or [N, K]; float32 of that shape
+    the loss's ``inputs``."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+def checked_loss(name: str, options: LossOptions) -> tuple[Loss, dict[str, float]]:
+    """Return the loss of this name, and all of its options. Raises CallRefused."""
+    loss = LOSSES.get(name)
+    if loss is None:
+        raise _refused("loss_fn", name, "is no loss of this server", f"use one of {[*LOSSES]}")
+    values = dict(loss.options)
+    for option, value in options.items():
+        field = f"loss_fn_config.{option}"
+        if option not in values:
+            known = f"it has {[*values]}" if values else "it has none"
+            raise _refused(field, value, f"is no option of {name}", known)
+        if isinstance(value, str | bool) or not 0 <= value < math.inf:
+            raise _refused(field, value, "is no number of at least 0", "give one")
+        values[option] = float(value)
+    low, high = values.get("clip_low_threshold", 0), values.get("clip_high_threshold", math.inf)
+    if low > high:
+        field = "loss_fn_config.clip_low_threshold"
+        raise _refused(field, low, f"is above clip_high_threshold, {high}", "exchange them")
+    return loss, values
+
+
+def checked_data(
+    data: Sequence[Datum],
+    loss: Loss,
+    options: Mapping[str, float],
+    *,
+    vocabulary: int,
+    context: int,
+) -> list[DatumColumns]:
+    """Return the columns of each datum. Inputs that the loss does not read are ignored. Raises
+    CallRefused."""
+    if not data:
+        raise _refused("data", None, "is empty", "send at least one datum")
+    return [
+        _columns(f"data.{number}", datum, loss, options, vocabulary, context)
+        for number, datum in enumerate(data)
+    ]
+
+
+def checked_adam(options: AdamOptions) -> None:
+    """Raise CallRefused for options with which a step is not defined, or not finite."""
+    limits = {
+        "learning_rate": (0.0, 1.0),
+        "beta1": (0.0, math.nextafter(1, 0)),
+        "beta2": (0.0, math.nextafter(1, 0)),
+        "eps": (LEAST_EPS, 1.0),
+        "weight_decay": (0.0, 1.0),
+        "grad_clip_norm": (0.0, math.inf),
+    }
+    for name, (least, most) in limits.items():
+        value = getattr(options, name)
+        if not least <= value <= most:
+            wrong = "is out of range"
+            raise _refused(f"adam_params.{name}", value, wrong, f"use {least:g} to {most:g}")
+
+
+def _columns(
+    field: str,
+    datum: Datum,
+    loss: Loss,
+    options: Mapping[str, float],
+    vocabulary: int,
+    context: int,
+) -> DatumColumns:
+    tokens = _integers(f"{field}.model_input", datum.tokens, vocabulary)
+    if tokens.ndim != 1 or not 1 <= len(tokens) <= context:
+        wrong = f"has the shape {[*tokens.shape]}"
+        raise _refused(f"{field}.model_input", None, wrong, f"send 1 to {context} tokens")
+    for name in (TARGETS, *loss.inputs):
+        if name not in datum.inputs:
+            wrong = f"is missing, which {loss.name} reads"
+            fix = f"add it to {sorted(datum.inputs)}"
+            raise _refused(f"{field}.loss_fn_inputs.{name}", None, wrong, fix)
+    target_field = f"{field}.loss_fn_inputs.{TARGETS}"
+    targets = _integers(target_field, datum.inputs[TARGETS], vocabulary)
+    most = 2 if loss.several_targets else 1
+    if not 1 <= targets.ndim <= most or len(targets) != len(tokens) or not targets.size:
+        wrong = f"has the shape {[*targets.shape]}, for {len(tokens)} tokens of model_input"
+        fix = f"send [{len(tokens)}]" + (f" or [{len(tokens)}, K]" if most == 2 else "")
+        raise _refused(target_field, None, wrong, fix)
+    inputs = dict(_inputs(field, datum, loss, options, targets.shape))
+    return DatumColumns(tokens, targets, inputs)
+
+
+def _inputs(
+    field: str,
+    datum: Datum,
+    loss: Loss,
+    options: Mapping[str, float],
+    shape: tuple[int, ...],
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name in (*loss.inputs, *loss.optional):
+        values = datum.inputs.get(name)
+        if values is None:
+            yield name, np.full(shape, options.get(name, 1.0), np.float32)
+            continue
+        at = f"{field}.loss_fn_inputs.{name}"
+        if values.dtype.kind not in "fiu":
+            raise _refused(at, str(values.dtype), "is no dtype of numbers", "send float32")
+        if values.shape != shape:
+            wrong = f"has the shape {[*values.shape]}, and {TARGETS} {[*shape]}"
+            raise _refused(at, None, wrong, "make them equal")
+        numbers = values.astype(np.float32)
+        if not np.isfinite(numbers).all():
+            place = int(np.flatnonzero(~np.isfinite(numbers))[0])
+            wrong = f"is not finite at place {place}"
+            raise _refused(at, str(values.flat[place]), wrong, "send finite numbers")
+        yield name, numbers
+
+
+def _integers(field: str, values: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Return ``values`` as int64. Raises CallRefused where they are no tokens."""
+    if values.dtype.kind not in "iu":
+        raise _refused(field, str(values.dtype), "is no dtype of tokens", "send int64")
+    wrong = np.flatnonzero((values < 0) | (values >= vocabulary))
+    if len(wrong):
+        value = int(values.flat[wrong[0]])
+        problem = f"at place {int(wrong[0])} is no token of the model"
+        raise _refused(field, value, problem, f"use 0 to {vocabulary - 1}")
+    return values.astype(np.int64)
+
+
+def _refused(field: str, value: object, wrong: str, fix: str) -> CallRefused:
+    return CallRefused(Problem(field, value, wrong, fix))
