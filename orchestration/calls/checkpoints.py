@@ -139,8 +139,8 @@ class Checkpoints:
         async def with_document(partial: Path) -> None:
             nonlocal stored
             await write(partial)
-            nbytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-            stored = replace(checkpoint, folder=target, info=replace(info, bytes=nbytes))
+            sized = replace(info, bytes=_nbytes(partial))
+            stored = replace(checkpoint, folder=target, info=sized)
             (partial / DOCUMENT).write_text(_document(stored))
 
         await write_folder(self._folder / PARTIAL / uuid.uuid4().hex, target, with_document)
@@ -197,6 +197,10 @@ def path_of(model_id: str, kind: CheckpointKind, name: str) -> str:
 
 def _call_number(document: Path) -> int:
     return int(document.parent.name)
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _document(checkpoint: Checkpoint) -> str:

@@ -69,7 +69,7 @@ class CallOptions:
     """Weights of samplers that an engine has at once."""
     sampling_requests: int = 256
     """At an engine at once."""
-    gap_seconds: float = 30.0
+    gap_seconds: float = 10.0
     """For which later calls wait for a missing one; then they go on, as if it had failed. Clients
     whose calls overtake each other send one again for up to five minutes."""
     silent_seconds: float = 600.0
@@ -82,6 +82,8 @@ class CallOptions:
     """Optimizer steps after which a model's state is saved, and its calls are removed."""
     state_bytes: int = 512 << 20
     """Bytes of calls after which its state is saved at the next step."""
+    merged_checkpoints: bool = True
+    """Checkpoints have the model merged with its adapter too, which recipes begin with."""
     kept_snapshots: int = 64
     """Samplers of a session that have weights of their own; beyond, those unused for an hour are
     removed."""
@@ -261,6 +263,11 @@ class CallService(Protocol):
     async def load_weights(
         self, owner: str, model_id: str, seq_id: int, path: str, *, optimizer: bool
     ) -> Acknowledged: ...
+
+    async def refuse(
+        self, owner: str, model_id: str, seq_id: int, kind: Kind, message: str
+    ) -> Acknowledged:
+        """Record a call that has failed before it could be made: so it is no gap."""
 
     async def unload_model(self, owner: str, model_id: str) -> Acknowledged: ...
 

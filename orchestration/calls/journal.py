@@ -22,6 +22,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,7 +65,7 @@ class Record:
 
 @dataclass(eq=False)
 class _Rewrite:
-    live: Callable[[], Sequence[Record]]
+    live: Callable[[], Iterable[Record | None]]
     written: asyncio.Future[None]
 
 
@@ -118,9 +119,9 @@ class Journal:
         self._start()
         return record
 
-    async def rewrite(self, live: Callable[[], Sequence[Record]]) -> None:
+    async def rewrite(self, live: Callable[[], Iterable[Record | None]]) -> None:
         """Drop all records but those that ``live`` returns once all that were appended before are
-        written. Raises OSError; then the file is as it was."""
+        written; their order stays. Raises OSError; then the file is as it was."""
         written = asyncio.get_running_loop().create_future()
         self._pending.append(_Rewrite(live, written))
         self._start()
@@ -195,7 +196,8 @@ class Journal:
         return [begin + offset for offset in offsets]
 
     async def _replace(self, rewrite: _Rewrite) -> None:
-        live = [record for record in rewrite.live() if record.blob is None]
+        live = [record for record in rewrite.live() if record is not None and record.blob is None]
+        live.sort(key=attrgetter("offset"))
         try:
             offsets = await asyncio.to_thread(self._copy, live)
         except OSError as error:

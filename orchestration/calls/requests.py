@@ -21,7 +21,7 @@ import structlog
 from orchestration.calls.engines.encoding import unpack_output
 from orchestration.calls.interface import Busy, CallOptions, Done, Failed, Gone, Kind
 from orchestration.calls.journal import Journal, Record
-from stages.calls.interface import CallRefused
+from stages.calls.interface import CallRefused, PassOutput
 
 log = structlog.get_logger()
 
@@ -195,8 +195,13 @@ class Requests:
         if "failed" in record.head:
             return Failed(*record.head["failed"])
         value = unpack_output(request.kind, self.journal.read(record))
-        if "metrics" in record.head:
-            value.metrics.update(record.head["metrics"])  # type: ignore[union-attr]
+        if isinstance(value, PassOutput) and (stale := record.head.get("staleness")):
+            metrics = {
+                **value.metrics,
+                "staleness:mean": sum(stale) / len(stale),
+                "staleness:max": float(max(stale)),
+            }
+            value = PassOutput(value.logprobs, metrics)
         return Done(request.kind, value)
 
     def forgettable(self, options: CallOptions) -> Sequence[Request]:
@@ -215,6 +220,11 @@ class Requests:
             )
         ]
 
-    def forget(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            del self._by_id[request.request_id]
+    def forget(self, request: Request) -> None:
+        del self._by_id[request.request_id]
+
+    def records(self) -> Iterator[Record | None]:
+        """Calls and answers, as far as they are needed."""
+        for request in self:
+            yield request.call
+            yield request.outcome

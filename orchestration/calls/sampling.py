@@ -196,7 +196,7 @@ class Session:
         folder = self.folder / "samplers" / str(number)
         await model.save_to(folder, optimizer=False)
         name = f"{model_id}:inflight" if head["inflight"] else sampler_id
-        weights = Weights(name, model_id, model.facts.options, model.step, folder)
+        weights = Weights(name, model_id, model.facts.options, model.history.step, folder)
         follows = model_id if head["inflight"] else ""
         sampler = Sampler(number, model.facts.base, None, weights, request.request_id, follows)
         await self._add(sampler)
@@ -319,20 +319,18 @@ class Session:
             await model.sweep()
         forgettable = self.requests.forgettable(self._options)
         if len(forgettable) >= SHORTEN_RECORDS:
-            self.requests.forget(forgettable)
+            for request in forgettable:
+                self.requests.forget(request)
+            for request in self.requests:
+                if request.answered.is_set():
+                    request.call = None
             packed = [[name, model, versions] for name, (model, versions) in self._versions.items()]
             ledger = {model: each.counts for model, each in self._sampled.items()}
             self._summary = self._journal.append({"sampled": packed, "ledger": ledger})
             await self._journal.rewrite(self._live)
 
-    def _live(self) -> list[Record]:
-        records = [*self._facts_records, self._summary]
-        for request in self.requests:
-            records.append(request.outcome)
-            if not request.answered.is_set():
-                records.append(request.call)
-        live = [record for record in records if record is not None]
-        return sorted(live, key=lambda record: record.offset)
+    def _live(self) -> list[Record | None]:
+        return [*self._facts_records, self._summary, *self.requests.records()]
 
     async def unload(self) -> None:
         """Have the engines forget its models and samplers, until their next calls."""

@@ -16,14 +16,10 @@ server: what is recorded of a session is one file, written in one order with the
 from __future__ import annotations
 
 import asyncio
-import re
-import shutil
 import time
-import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +30,21 @@ from orchestration.calls.engines.encoding import pack_adam, pack_output, pack_pa
 from orchestration.calls.engines.engine import Engine
 from orchestration.calls.engines.served import Served
 from orchestration.calls.engines.turns import Places
+from orchestration.calls.history import Facts
 from orchestration.calls.interface import (
     Acknowledged,
-    Busy,
     CallOptions,
     CheckpointInfo,
     Done,
     Failed,
+    Kind,
     ModelInfo,
     NotThere,
     SamplerInfo,
     SessionInfo,
 )
-from orchestration.calls.journal import Journal
-from orchestration.calls.ledger import Versions
-from orchestration.calls.requests import Account
-from orchestration.calls.sampling import Sampler, Session, SessionFacts
-from orchestration.calls.training import Facts, Surroundings, TrainedModel, first_record
+from orchestration.calls.sampling import Session
+from orchestration.calls.sessions import Sessions, busy_disk
 from pipeline.locks import take
 from stages.calls.interface import (
     AdamOptions,
@@ -65,10 +59,6 @@ from stages.calls.interface import (
 log = structlog.get_logger()
 
 TORCH_ENTRY = "stages.calls.parts:open_parts"
-SESSION = r"[0-9a-f-]{36}"
-MODEL_ID = re.compile(rf"({SESSION}):train:(0|[1-9]\d{{0,8}})")
-SAMPLER_ID = re.compile(rf"({SESSION}):sample:(0|[1-9]\d{{0,8}})")
-REQUEST_ID = re.compile(rf"({SESSION}:(?:train|sample):\d{{1,9}}):(\d{{1,19}}|unload)")
 SWEEP_SECONDS = 15.0
 
 
@@ -87,7 +77,6 @@ async def open_service(
     :data:`orchestration.calls.engines.process.Opening`. Raises Locked where another process serves
     the folder, JournalDamaged, OSError, ValueError.
     """
-    folder = folder.absolute()
     (folder / "sessions").mkdir(parents=True, exist_ok=True)
     with take(folder / "service.lock"):
         served = dict[str, Served]()
@@ -114,114 +103,21 @@ class Service:
     :func:`open_service`."""
 
     def __init__(self, folder: Path, served: Mapping[str, Served], options: CallOptions) -> None:
-        self._folder = folder
         self._served = served
         self._options = options
-        self._sessions = dict[str, Session]()
-        self._accounts = dict[str, Account]()
         self._checkpoints = Checkpoints(folder / "checkpoints")
+        self._sessions = Sessions(folder, served, self._checkpoints, options)
         self._tasks = {asyncio.create_task(self._sweep())}
 
     @property
     def bases(self) -> Sequence[ServedBase]:
         return [served.engine.base for served in self._served.values()]
 
-    # --- sessions
-
     async def load(self) -> None:
         """Take what the folder has. Raises JournalDamaged, OSError."""
-        for folder in sorted((self._folder / "sessions").iterdir()):
-            journal, records = await asyncio.to_thread(Journal.open, folder / "journal")
-            if not records:  # it was never acknowledged
-                await journal.close()
-                shutil.rmtree(folder)
-                continue
-            facts = SessionFacts(**records[0].head["session"])
-            session = self._new_session(facts, folder, journal, records)
-            for model_folder in sorted(folder.glob("train.*")):
-                await self._load_model(session, model_folder)
+        await self._sessions.load()
 
-    def _new_session(
-        self, facts: SessionFacts, folder: Path, journal: Journal, records: Sequence[Any]
-    ) -> Session:
-        session = Session(
-            facts,
-            self._folder,
-            folder,
-            journal,
-            records,
-            self._served,
-            self._account(facts.owner),
-            self._options,
-        )
-        self._sessions[facts.session_id] = session
-        return session
-
-    async def _load_model(self, session: Session, folder: Path) -> None:
-        journal, records = await asyncio.to_thread(Journal.open, folder / "journal")
-        packed = next((each.head["model"] for each in records if "model" in each.head), None)
-        facts = None if packed is None else Facts.of(packed)
-        if facts is None or facts.base not in self._served:
-            log.warning("a model is not served", folder=str(folder))
-            await journal.close()
-            return
-        self._new_model(session, facts, folder, journal, records)
-
-    def _new_model(
-        self,
-        session: Session,
-        facts: Facts,
-        folder: Path,
-        journal: Journal,
-        records: Sequence[Any],
-    ) -> TrainedModel:
-        surroundings = Surroundings(
-            self._options,
-            self._served[facts.base],
-            self._checkpoints,
-            self._account(facts.owner),
-            self._versions_of,
-            session.snapshot,
-        )
-        model = TrainedModel(facts, folder, journal, records, surroundings)
-        session.models[int(folder.name.rpartition(".")[2])] = model
-        return model
-
-    def _account(self, owner: str) -> Account:
-        return self._accounts.setdefault(owner, Account(self._options))
-
-    def _session(self, owner: str, session_id: str, *, for_calls: bool = False) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None or session.owner != owner:
-            raise NotThere(f"session {session_id[:100]!r} is not there")
-        if for_calls:
-            if session.finished:
-                raise NotThere(f"session {session_id} is finished; open another one")
-            session.asleep = False
-        return session
-
-    def _model(self, owner: str, model_id: str, *, for_calls: bool = False) -> TrainedModel:
-        match = MODEL_ID.fullmatch(model_id)
-        if match is not None:
-            session = self._session(owner, match[1], for_calls=for_calls)
-            model = session.models.get(int(match[2]))
-            if model is not None:
-                return model
-        raise NotThere(f"model {model_id[:100]!r} is not there")
-
-    def _sampler(
-        self, owner: str, sampler_id: str, *, for_calls: bool = False
-    ) -> tuple[Session, Sampler]:
-        match = SAMPLER_ID.fullmatch(sampler_id)
-        if match is not None:
-            session = self._session(owner, match[1], for_calls=for_calls)
-            sampler = session.samplers.get(int(match[2]))
-            if sampler is not None:
-                return session, sampler
-        raise NotThere(f"sampler {sampler_id[:100]!r} is not there")
-
-    def _sessions_of(self, owner: str) -> Iterator[Session]:
-        return (session for session in self._sessions.values() if session.owner == owner)
+    # --- sessions
 
     async def open_session(
         self,
@@ -231,37 +127,20 @@ class Service:
         metadata: Mapping[str, Any],
         display_name: str = "",
     ) -> str:
-        now = time.monotonic()
-        live = sum(
-            not session.finished and now - session.heard < self._options.silent_seconds
-            for session in self._sessions_of(owner)
-        )
-        if live >= self._options.owner_sessions:
-            raise Busy(f"{live} sessions are open, at most {self._options.owner_sessions} may be")
-        session_id = str(uuid.uuid4())
-        facts = SessionFacts(session_id, owner, tags, metadata, display_name, time.time())
-        folder = self._folder / "sessions" / session_id
-        folder.mkdir()
-        with _disk():
-            journal, _ = await asyncio.to_thread(Journal.open, folder / "journal")
-            session = self._new_session(facts, folder, journal, [])
-            try:
-                await session.record(session=asdict(facts))
-            except BaseException:
-                del self._sessions[session_id]
-                raise
-        return session_id
+        with busy_disk():
+            session = await self._sessions.open(owner, tags, metadata, display_name)
+        return session.facts.session_id
 
     async def heartbeat(self, owner: str, session_id: str) -> None:
-        session = self._session(owner, session_id, for_calls=True)
+        session = self._sessions.session(owner, session_id, for_calls=True)
         session.heard = time.monotonic()
 
     async def finish_session(self, owner: str, session_id: str, reason: str) -> None:
-        with _disk():
-            await self._session(owner, session_id).finish(reason)
+        with busy_disk():
+            await self._sessions.session(owner, session_id).finish(reason)
 
     async def session(self, owner: str, session_id: str) -> SessionInfo:
-        session = self._session(owner, session_id)
+        session = self._sessions.session(owner, session_id)
         return SessionInfo(
             session_id,
             [model.facts.model_id for model in session.models.values()],
@@ -271,7 +150,7 @@ class Service:
         )
 
     async def sessions(self, owner: str) -> Sequence[str]:
-        return [session.facts.session_id for session in self._sessions_of(owner)]
+        return [session.facts.session_id for session in self._sessions.of(owner)]
 
     # --- models
 
@@ -289,9 +168,10 @@ class Service:
                 message=f"base_model {base[:200]!r} is not served; there are "
                 f"{', '.join(self._served)}"
             )
+        session = self._sessions.session(owner, session_id, for_calls=True)
+        facts = Facts(_model_id(session_id, number), owner, base, options, metadata)
         blob = pack_output({"base": base, "options": asdict(options)})
-        create = partial(self._create, owner, session_id, number, base, options, metadata)
-        return await create("create_model", blob)
+        return await self._create(session, number, facts, "create_model", blob)
 
     async def create_model_from(
         self,
@@ -303,49 +183,28 @@ class Service:
         optimizer: bool,
         metadata: Mapping[str, Any],
     ) -> Acknowledged:
-        info = self._checkpoints.get(owner, path).info
-        if info.base not in self._served:
-            raise CallRefused(message=f"base_model {info.base!r} of {path} is not served")
-        blob = pack_output({"path": path, "optimizer": optimizer})
-        create = partial(self._create, owner, session_id, number, info.base, info.options, metadata)
-        return await create("load_weights", blob, path=path, optimizer=optimizer)
+        session = self._sessions.session(owner, session_id, for_calls=True)
+        model_id = _model_id(session_id, number)
+        if number in session.models:
+            facts = session.models[number].facts
+        else:
+            info = self._checkpoints.get(owner, path).info
+            facts = Facts(model_id, owner, info.base, info.options, metadata)
+        if facts.base not in self._served:
+            raise CallRefused(message=f"base_model {facts.base!r} of {path} is not served")
+        head = {"path": path, "optimizer": optimizer}
+        return await self._create(session, number, facts, "load_weights", pack_output(head), **head)
 
     async def _create(
-        self,
-        owner: str,
-        session_id: str,
-        number: int,
-        base: str,
-        options: ModelOptions,
-        metadata: Mapping[str, Any],
-        kind: str,
-        blob: bytes,
-        **head: Any,
+        self, session: Session, number: int, facts: Facts, kind: Kind, blob: bytes, **head: Any
     ) -> Acknowledged:
-        session = self._session(owner, session_id, for_calls=True)
-        model_id = f"{session_id}:train:{_number('model_seq_id', number)}"
-        async with session.creating:
-            model = session.models.get(number)
-            if model is None:
-                limit = self._options.owner_models
-                models = sum(
-                    len(each.models) for each in self._sessions_of(owner) if not each.finished
-                )
-                if models >= limit:
-                    raise Busy(f"{models} models are there, at most {limit} may be", 60.0)
-                facts = Facts(model_id, owner, base, options, metadata)
-                folder = session.folder / f"train.{number}"
-                with _disk():
-                    folder.mkdir(exist_ok=True)
-                    journal, records = await asyncio.to_thread(Journal.open, folder / "journal")
-                    first = journal.append(first_record(facts))
-                    assert first.written is not None
-                    await asyncio.shield(first.written)
-                model = self._new_model(session, facts, folder, journal, [*records, first])
-        return Acknowledged(await model.call(kind, 0, blob, **head), model_id)
+        with busy_disk():
+            model = await self._sessions.open_model(session, number, facts)
+        request_id = await model.history.call(kind, 0, blob, **head)
+        return Acknowledged(request_id, facts.model_id)
 
     async def model(self, owner: str, model_id: str) -> ModelInfo:
-        model = self._model(owner, model_id)
+        model = self._sessions.model(owner, model_id)
         facts = model.facts
         return ModelInfo(
             model_id,
@@ -361,22 +220,30 @@ class Service:
     async def models(self, owner: str) -> Sequence[ModelInfo]:
         return [
             await self.model(owner, model.facts.model_id)
-            for session in self._sessions_of(owner)
+            for session in self._sessions.of(owner)
             for model in session.models.values()
         ]
 
     async def _call(
-        self, owner: str, model_id: str, seq_id: int, kind: str, blob: bytes, **head: Any
+        self, owner: str, model_id: str, seq_id: int, kind: Kind, blob: bytes, **head: Any
     ) -> Acknowledged:
-        model = self._model(owner, model_id, for_calls=True)
-        if len(blob) > self._options.call_bytes:
-            raise CallRefused(
-                message=f"the call has {len(blob)} bytes, at most {self._options.call_bytes} are "
-                f"taken; send its data in several calls"
-            )
+        model = self._sessions.model(owner, model_id, for_calls=True)
         if not 0 < seq_id < 2**31:
             raise CallRefused(message=f"seq_id {seq_id}: give 1, 2, … to a model's calls")
-        return Acknowledged(await model.call(kind, seq_id, blob, **head), model_id)
+        if len(blob) > self._options.call_bytes:
+            head = {
+                "refused": f"the call has {len(blob)} bytes, at most {self._options.call_bytes} "
+                f"are taken; send its data in several calls"
+            }
+            blob = b""
+        model.last_request = time.time()
+        request_id = await model.history.call(kind, seq_id, blob, **head)
+        return Acknowledged(request_id, model_id)
+
+    async def refuse(
+        self, owner: str, model_id: str, seq_id: int, kind: Kind, message: str
+    ) -> Acknowledged:
+        return await self._call(owner, model_id, seq_id, kind, b"", refused=message)
 
     async def train(
         self,
@@ -389,11 +256,11 @@ class Service:
         *,
         backward: bool,
     ) -> Acknowledged:
+        kind: Kind = "forward_backward" if backward else "forward"
         try:
             blob = pack_pass(data, loss, options)
         except (TypeError, ValueError, OverflowError) as error:
-            raise CallRefused(message=f"data: {error}") from None
-        kind = "forward_backward" if backward else "forward"
+            return await self.refuse(owner, model_id, seq_id, kind, f"data: {error}")
         head: dict[str, Any] = {
             "data": len(data),
             "tokens": sum(int(datum.tokens.size) for datum in data),
@@ -460,7 +327,7 @@ class Service:
         return await self._call(owner, model_id, seq_id, "load_weights", blob, **head)
 
     async def unload_model(self, owner: str, model_id: str) -> Acknowledged:
-        task = asyncio.create_task(self._model(owner, model_id).leave())
+        task = asyncio.create_task(self._sessions.model(owner, model_id).leave())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return Acknowledged(f"{model_id}:unload", model_id)
@@ -470,7 +337,7 @@ class Service:
     async def open_sampler(
         self, owner: str, session_id: str, number: int, *, base: str | None, path: str | None
     ) -> SamplerInfo:
-        session = self._session(owner, session_id, for_calls=True)
+        session = self._sessions.session(owner, session_id, for_calls=True)
         _number("sampling_session_seq_id", number)
         checkpoint = None if path is None else self._checkpoints.get(owner, path)
         name = base if checkpoint is None else checkpoint.info.base
@@ -478,41 +345,36 @@ class Service:
             raise CallRefused(
                 message=f"base_model {name!r} is not served; there are {', '.join(self._served)}"
             )
-        with _disk():
+        with busy_disk():
             await session.open_sampler(number, name, checkpoint)
         return await self.sampler(owner, session.sampler_id(number))
 
     async def sampler(self, owner: str, sampler_id: str) -> SamplerInfo:
-        _, sampler = self._sampler(owner, sampler_id)
+        _, sampler = self._sessions.sampler(owner, sampler_id)
         return SamplerInfo(sampler_id, sampler.base, sampler.path)
 
     async def sample(
         self, owner: str, sampler_id: str, seq_id: int, request: SampleRequest
     ) -> Acknowledged:
-        session, sampler = self._sampler(owner, sampler_id, for_calls=True)
+        session, sampler = self._sessions.sampler(owner, sampler_id, for_calls=True)
         if not 0 <= seq_id < 2**63:
             raise CallRefused(message=f"seq_id {seq_id}: give a number from 0 to 2^63 − 1")
         request_id = await session.sample(sampler.number, seq_id, request)
         sequence_ids = tuple(f"{request_id}:{number}" for number in range(request.count))
         return Acknowledged(request_id, sequence_ids=sequence_ids)
 
-    def _versions_of(self, owner: str, sequence_id: str) -> tuple[str, Versions] | None:
-        session = self._sessions.get(sequence_id.partition(":")[0])
-        if session is None or session.owner != owner:
-            return None
-        return session.versions(sequence_id)
-
     async def result(self, owner: str, request_id: str, seconds: float) -> Done | Failed | None:
-        match = REQUEST_ID.fullmatch(request_id)
-        if match is None:
+        asked, _, tail = request_id.rpartition(":")
+        if ":train:" not in asked:
+            session, _ = self._sessions.sampler(owner, asked)
+            requests = session.requests
+        else:
+            requests = self._sessions.model(owner, asked).history.requests
+            if tail == "unload":
+                return Done("unload_model", {"model_id": asked})
+        if not tail.isdecimal():
             raise NotThere(f"request {request_id[:200]!r} is not there")
-        if MODEL_ID.fullmatch(match[1]):
-            model = self._model(owner, match[1])
-            if match[2] == "unload":
-                return Done("unload_model", {"model_id": match[1]})
-            return await model.requests.result(request_id, seconds)
-        session, _ = self._sampler(owner, match[1])
-        return await session.requests.result(request_id, seconds)
+        return await requests.result(request_id, seconds)
 
     # --- checkpoints
 
@@ -532,22 +394,23 @@ class Service:
         await self._checkpoints.delete(self._checkpoints.get(owner, path))
 
     async def expire_checkpoint(self, owner: str, path: str, ttl: float | None) -> None:
-        with _disk():
+        with busy_disk():
             expires = None if ttl is None else time.time() + ttl
             self._checkpoints.expire(self._checkpoints.get(owner, path), expires)
 
     async def archive(self, owner: str, path: str) -> str:
-        with _disk():
+        with busy_disk():
             return str(await self._checkpoints.archive(self._checkpoints.get(owner, path)))
 
     async def ledger(self, owner: str, model_id: str) -> Mapping[str, Any]:
-        model = self._model(owner, model_id)
-        session = self._sessions[model_id.partition(":")[0]]
+        model = self._sessions.model(owner, model_id)
+        session = self._sessions.session(owner, model_id.partition(":")[0])
+        requests = model.history.requests
         return {
             "model_id": model_id,
-            "steps": model.step,
-            "waiting": sum(request.outcome is None for request in model.requests),
-            **model.ledger,
+            "steps": model.history.step,
+            "waiting": sum(request.outcome is None for request in requests),
+            **model.history.ledger.counts,
             "sampled": session.sampled(model_id),
         }
 
@@ -556,7 +419,7 @@ class Service:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            for session in list(self._sessions.values()):
+            for session in self._sessions:
                 try:
                     await session.sweep()
                 except Exception:
@@ -567,19 +430,13 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for session in self._sessions.values():
-            await session.close()
+        await self._sessions.close()
         for served in self._served.values():
             await served.engine.close()
 
 
-@contextmanager
-def _disk() -> Iterator[None]:
-    """Raise Busy for what the disk refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise Busy(str(error), 5.0) from error
+def _model_id(session_id: str, number: int) -> str:
+    return f"{session_id}:train:{_number('model_seq_id', number)}"
 
 
 def _number(name: str, number: int) -> int:

@@ -9,6 +9,7 @@ It knows neither clients nor journals, and ends when its socket does.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,46 +57,35 @@ class Absent(LookupError):
 
 
 class _Engine:
+    """Each operation of a message is a method; those that are not coroutines run in the thread of
+    training, one after the other."""
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._models: dict[str, CalledModel] = {}
         self._names = {""}  # that the sampler has weights of, and the base model's
         self._thread = ThreadPoolExecutor(1, "training")
-        self._operations: dict[str, Callable[[dict[str, Any], bytes], Awaitable[Message]]] = {
-            "open": self._training(self._open),
-            "run": self._training(self._run),
-            "forget": self._training(self._forget),
-            "load": self._training(self._load),
-            "save": self._training(self._save),
-            "close": self._training(self._close),
-            "put": self._put,
-            "remove": self._remove,
-            "sample": self._sample,
-        }
 
     async def answer(self, head: dict[str, Any], blob: bytes) -> Message:
         """Return the answer to a message: what it asks for, or the error."""
+        operation = getattr(self, f"do_{head['operation']}")
+        answer: dict[str, Any]
+        answer_blob = b""
         try:
-            answer, answer_blob = await self._operations[head["operation"]](head, blob)
+            if inspect.iscoroutinefunction(operation):
+                answer, answer_blob = await operation(head, blob)
+            else:
+                answer, answer_blob = await self._in_thread(partial(operation, head, blob))
         except Absent:
-            answer, answer_blob = {"error": "absent"}, b""
+            answer = {"error": "absent"}
         except CallRefused as error:
-            answer, answer_blob = {"error": "refused", "message": str(error)}, b""
+            answer = {"error": "refused", "message": str(error)}
         except FloatingPointError as error:
-            answer, answer_blob = {"error": "not finite", "message": str(error)}, b""
+            answer = {"error": "not finite", "message": str(error)}
         except Exception as error:
             log.exception("an operation has failed", operation=head["operation"])
-            message = f"{type(error).__name__}: {error}"
-            answer, answer_blob = {"error": "failed", "message": message}, b""
+            answer = {"error": "failed", "message": f"{type(error).__name__}: {error}"}
         return {"number": head["number"], **answer}, answer_blob
-
-    def _training(
-        self, function: Callable[[dict[str, Any], bytes], Message]
-    ) -> Callable[[dict[str, Any], bytes], Awaitable[Message]]:
-        def operation(head: dict[str, Any], blob: bytes) -> Awaitable[Message]:
-            return self._in_thread(lambda: function(head, blob))
-
-        return operation
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
@@ -105,8 +96,8 @@ class _Engine:
         except KeyError:
             raise Absent from None
 
-    def _open(self, head: dict[str, Any], _: bytes) -> Message:
-        self._close(head, b"")
+    def do_open(self, head: dict[str, Any], _: bytes) -> Message:
+        self.do_close(head, b"")
         model = self._parts.new_model(ModelOptions(**head["options"]))
         try:
             if head["folder"]:
@@ -118,7 +109,7 @@ class _Engine:
         self._models[head["model"]] = model
         return {"step": model.step, "bytes": COPIES * sum(map(_nbytes, weights.values()))}, b""
 
-    def _run(self, head: dict[str, Any], blob: bytes) -> Message:
+    def do_run(self, head: dict[str, Any], blob: bytes) -> Message:
         model = self._model(head)
         step = model.step
         if head["kind"] == "optim_step":
@@ -129,29 +120,29 @@ class _Engine:
         operation = model.forward if is_forward else model.forward_backward
         return {"step": step}, pack_output(operation(data, loss, options))
 
-    def _forget(self, head: dict[str, Any], _: bytes) -> Message:
+    def do_forget(self, head: dict[str, Any], _: bytes) -> Message:
         self._model(head).forget_gradients()
         return {}, b""
 
-    def _load(self, head: dict[str, Any], _: bytes) -> Message:
+    def do_load(self, head: dict[str, Any], _: bytes) -> Message:
         model = self._model(head)
         model.load(Path(head["folder"]), optimizer=head["optimizer"])
         return {"step": model.step}, b""
 
-    def _save(self, head: dict[str, Any], _: bytes) -> Message:
+    def do_save(self, head: dict[str, Any], _: bytes) -> Message:
         model = self._model(head)
         folder = Path(head["folder"])
         folder.mkdir(parents=True)
-        model.save(folder, optimizer=head["optimizer"])
+        model.save(folder, optimizer=head["optimizer"], merged=head["merged"])
         return {"step": model.step}, b""
 
-    def _close(self, head: dict[str, Any], _: bytes) -> Message:
+    def do_close(self, head: dict[str, Any], _: bytes) -> Message:
         model = self._models.pop(head["model"], None)
         if model is not None:
             model.close()
         return {}, b""
 
-    async def _put(self, head: dict[str, Any], _: bytes) -> Message:
+    async def do_put(self, head: dict[str, Any], _: bytes) -> Message:
         options = ModelOptions(**head["options"])
         weights = await self._in_thread(lambda: self._weights(head, options))
         await self._parts.sampler.put(head["name"], options, weights, head["step"])
@@ -169,22 +160,18 @@ class _Engine:
         finally:
             model.close()
 
-    async def _remove(self, head: dict[str, Any], _: bytes) -> Message:
+    async def do_remove(self, head: dict[str, Any], _: bytes) -> Message:
         if head["name"] in self._names:
             self._names.remove(head["name"])
             await self._parts.sampler.remove(head["name"])
         return {}, b""
 
-    async def _sample(self, head: dict[str, Any], blob: bytes) -> Message:
+    async def do_sample(self, head: dict[str, Any], blob: bytes) -> Message:
         if head["name"] not in self._names:
             raise Absent
         output = await self._parts.sampler.sample(head["name"], unpack_request(blob), head["seed"])
         versions = [each.versions for each in output.sequences]
         return {"versions": versions}, pack_output(output)
-
-    async def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        await self._parts.sampler.close()
 
 
 def _nbytes(tensor: Any) -> int:
