@@ -7,56 +7,64 @@ places    of the models that are loaded ─▶ the one used the longest time ago
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
+
+MOST_REMEMBERED = 10_000  # owners and models whose last turns are known
 
 
 class Turns:
     """Who waits gets a turn after at most one of each other owner.
 
-    ``slots``: turns that are taken at the same time."""
+    ``slots``: turns that are held at the same time."""
 
     def __init__(self, slots: int) -> None:
         self._free = slots
-        # waiting by owner and model, those of the next turn first
-        self._waiting: dict[str, dict[str, deque[asyncio.Future[None]]]] = {}
+        self._waiting = dict[str, dict[str, deque[asyncio.Future[None]]]]()  # by owner and model
+        # numbers of the last turns, by owner, and by owner and model
+        self._numbers = itertools.count(1)
+        self._last = Counter[tuple[str, ...]]()
 
     @asynccontextmanager
     async def turn(self, owner: str, model: str) -> AsyncIterator[None]:
         """Wait for a turn of ``owner`` for its ``model``, and hold it."""
-        if self._free:
-            self._free -= 1
-        else:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(owner, {}).setdefault(model, deque()).append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if not turn.cancelled():
-                    self._pass_on()
-                raise
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, {}).setdefault(model, deque()).append(turn)
+        self._give()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._release()
+            raise
         try:
             yield
         finally:
-            self._pass_on()
+            self._release()
 
-    def _pass_on(self) -> None:
-        while self._waiting:
-            owner = next(iter(self._waiting))
-            models = self._waiting.pop(owner)
-            model = next(iter(models))
-            turns = models.pop(model)
-            turn = turns.popleft()
-            if turns:
-                models[model] = turns
-            if models:
-                self._waiting[owner] = models
-            if not turn.cancelled():
-                turn.set_result(None)
-                return
+    def _release(self) -> None:
         self._free += 1
+        self._give()
+
+    def _give(self) -> None:
+        while self._free and self._waiting:
+            owner = min(self._waiting, key=lambda each: self._last[(each,)])
+            models = self._waiting[owner]
+            model = min(models, key=lambda each: self._last[owner, each])
+            turn = models[model].popleft()
+            if not models[model]:
+                del models[model]
+            if not models:
+                del self._waiting[owner]
+            if not turn.cancelled():
+                self._free -= 1
+                self._last[(owner,)] = self._last[owner, model] = next(self._numbers)
+                turn.set_result(None)
+        if not self._waiting and len(self._last) > MOST_REMEMBERED:
+            self._last.clear()
 
 
 class Resident(Protocol):
