@@ -62,6 +62,13 @@ class Sampler:
     last_used: float = field(default_factory=time.time)
 
 
+def check_number(name: str, number: int) -> int:
+    """Return the number of a model or a sampler. Raises CallRefused."""
+    if not 0 <= number < 10**9:
+        raise CallRefused(message=f"{name} {number}: give 0, 1, 2, …")
+    return number
+
+
 class Session:
     """The session of ``facts`` in ``folder``, with the ``records`` of its ``journal``. ``root``: the
     folder of the service, to which those of weights are relative; ``served``: engines by base."""
@@ -183,7 +190,7 @@ class Session:
         """Make the sampler that a call asks for, and return its id. Raises CallRefused, OSError,
         and what the engine does."""
         head = request.head
-        number = head["number"]
+        number = check_number("sampling_session_seq_id", head["number"])
         sampler_id = self.sampler_id(number)
         existing = self.samplers.get(number)
         if existing is not None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import structlog
 
-from orchestration.calls.checkpoints import Checkpoints, check_name
+from orchestration.calls.checkpoints import Checkpoints
 from orchestration.calls.engines.encoding import pack_adam, pack_output, pack_pass
 from orchestration.calls.engines.engine import Engine
 from orchestration.calls.engines.served import Served
@@ -43,7 +43,7 @@ from orchestration.calls.interface import (
     SamplerInfo,
     SessionInfo,
 )
-from orchestration.calls.sampling import Session
+from orchestration.calls.sampling import Session, check_number
 from orchestration.calls.sessions import Sessions, busy_disk
 from pipeline.locks import take
 from stages.calls.interface import (
@@ -286,7 +286,7 @@ class Service:
         metadata: Mapping[str, str],
     ) -> Acknowledged:
         head = {
-            "name": check_name(name),
+            "name": name,
             "ttl": ttl,
             "overwrite": overwrite,
             "metadata": dict(metadata),
@@ -307,10 +307,11 @@ class Service:
         metadata: Mapping[str, str],
     ) -> Acknowledged:
         if (name is None) == (number is None):
-            raise CallRefused(message="give either path or sampling_session_seq_id")
+            message = "give either path or sampling_session_seq_id"
+            return await self.refuse(owner, model_id, seq_id, "save_sampler", message)
         head = {
-            "name": None if name is None else check_name(name),
-            "number": None if number is None else _number("sampling_session_seq_id", number),
+            "name": name,
+            "number": number,
             "inflight": inflight,
             "ttl": ttl,
             "overwrite": False,
@@ -338,7 +339,7 @@ class Service:
         self, owner: str, session_id: str, number: int, *, base: str | None, path: str | None
     ) -> SamplerInfo:
         session = self._sessions.session(owner, session_id, for_calls=True)
-        _number("sampling_session_seq_id", number)
+        check_number("sampling_session_seq_id", number)
         checkpoint = None if path is None else self._checkpoints.get(owner, path)
         name = base if checkpoint is None else checkpoint.info.base
         if name is None or name not in self._served:
@@ -436,10 +437,4 @@ class Service:
 
 
 def _model_id(session_id: str, number: int) -> str:
-    return f"{session_id}:train:{_number('model_seq_id', number)}"
-
-
-def _number(name: str, number: int) -> int:
-    if not 0 <= number < 10**9:
-        raise CallRefused(message=f"{name} {number}: give 0, 1, 2, …")
-    return number
+    return f"{session_id}:train:{check_number('model_seq_id', number)}"

@@ -26,7 +26,13 @@ from typing import Any
 
 import structlog
 
-from orchestration.calls.checkpoints import Checkpoint, Checkpoints, path_of, write_folder
+from orchestration.calls.checkpoints import (
+    Checkpoint,
+    Checkpoints,
+    check_name,
+    path_of,
+    write_folder,
+)
 from orchestration.calls.engines.encoding import pack_output
 from orchestration.calls.engines.engine import EngineDied, EngineDown, EngineFailed, NotFinite
 from orchestration.calls.engines.loaded import LoadedModel
@@ -264,7 +270,7 @@ class TrainedModel:
         facts = self.facts
         now = time.time()
         info = CheckpointInfo(
-            path_of(facts.model_id, kind, head["name"]),
+            path_of(facts.model_id, kind, check_name(head["name"])),
             facts.model_id,
             kind,
             head["name"],

@@ -27,7 +27,7 @@ from stages.calls.interface import (
 )
 
 WIDTH = 8
-KILLING_TOKEN = 666  # ends the process of an engine that trains on it
+KILLING_TOKEN = 666_666  # ends the process of an engine that trains on it
 CALLS = "calls.txt"  # what the engine did, a line each, in the folder of option "folder"
 
 

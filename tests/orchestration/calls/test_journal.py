@@ -26,7 +26,7 @@ async def write(path: Path, *blobs: bytes) -> list[int]:
     ends = []
     for number, blob in enumerate(blobs):
         await written(journal, journal.append({"number": number}, blob))
-        ends.append(path.stat().st_size)
+        ends.append(journal.size)
     await journal.close()
     return ends
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass, field
 
 from hypothesis import given
@@ -32,7 +33,7 @@ def test_a_flood_of_an_owner_delays_another_ones_next_turn_by_one(flood: int, ot
 
     taken = asyncio.run(scenario())
     mine = [place for place, owner in enumerate(taken) if owner == "owner-0"]
-    between = [later - earlier - 1 for earlier, later in zip(mine, mine[1:], strict=False)]
+    between = [later - earlier - 1 for earlier, later in itertools.pairwise(mine)]
     assert max(between) <= others  # one of each other owner
 
 
@@ -40,9 +41,7 @@ async def test_a_cancelled_wait_takes_no_turn() -> None:
     turns = Turns(1)
     taken = list[str]()
     async with turns.turn("a", "m"):
-        waiting = [
-            asyncio.create_task(take_turns(turns, "b", str(n), 1, taken)) for n in range(3)
-        ]
+        waiting = [asyncio.create_task(take_turns(turns, "b", str(n), 1, taken)) for n in range(3)]
         await asyncio.sleep(0)
         waiting[0].cancel()
     waiting[1].cancel()  # it may have the turn already
