@@ -50,7 +50,9 @@ def fill_adapters(model: nn.Module, options: AdapterOptions) -> None:
     for name in adapted(model):
         down = tensors[down_of(name)]
         up = tensors[up_of(name)]
-        random = torch.Generator().manual_seed((options.seed << 32) + zlib.crc32(name.encode()))
+        # of a seed, the generator of a CPU reads 32 bits alone
+        seed = zlib.crc32(name.encode(), options.seed % 2**32)
+        random = torch.Generator().manual_seed(seed)
         bound = 1 / math.sqrt(down.shape[1])
         copy_part(down, torch.empty(down.shape).uniform_(-bound, bound, generator=random))
         copy_part(up, torch.zeros(up.shape))

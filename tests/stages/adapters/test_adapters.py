@@ -263,3 +263,11 @@ def test_a_checkpoint_of_ranks_is_read_by_one_process_and_exported(tmp_path: Pat
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     of_peft = PeftModel.from_pretrained(model_of("llama"), tmp_path / ADAPTER)
     assert torch.allclose(plain_logits(merged), plain_logits(of_peft), atol=2e-5)
+
+
+def test_first_values_depend_on_the_seed() -> None:
+    first, other = (
+        next(iter(weights_of(engine_of(adapters=AdapterOptions(4, 8.0, seed=seed))).values()))
+        for seed in (3, 4)
+    )
+    assert not torch.equal(first, other)
