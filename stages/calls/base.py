@@ -23,7 +23,6 @@ from stages.model.files import in_one_dtype
 from stages.model.load import Tokenizer, load_model
 
 ALPHA = 32.0  # of all adapters, whatever their rank is, as in Tinker
-SEEDS = 2**31  # first values depend on the seed modulo this
 
 
 class TorchBase:
@@ -106,7 +105,7 @@ def adapter_options(model: PreTrainedModel, options: ModelOptions) -> AdapterOpt
         wrong = f"leaves no layer of {type(model).__name__} to train"
         raise _refused("lora_config", None, wrong, "set train_attn or train_mlp to true")
     named = () if targets == layers else tuple(targets)
-    return AdapterOptions(options.rank, ALPHA, named, options.seed % SEEDS)
+    return AdapterOptions(options.rank, ALPHA, named, options.seed)
 
 
 def _is_attention(layer: str) -> bool:

@@ -80,8 +80,9 @@ class CalledModel(Protocol):
     between the calls.
     """
 
-    step: int
-    """Optimizer steps that its weights have."""
+    @property
+    def step(self) -> int:
+        """Optimizer steps that its weights have."""
 
     def forward(self, data: Sequence[Datum], loss: str, options: LossOptions) -> PassOutput:
         """Compute the loss, without gradients. Raises CallRefused."""

@@ -7,7 +7,6 @@ optimizer_step     check ─▶ clip ─▶ finite? ─▶ AdamW
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -169,11 +168,12 @@ class _Pass:
             of_datum = slice(at, at + targets.size)
             at += targets.size
             self._logprobs[datum] = host_logprobs[of_datum].reshape(targets.shape)
-            if not math.isfinite(values[of_datum].sum()):
+            wrong = np.flatnonzero(~np.isfinite(values[of_datum]))
+            if len(wrong):
                 raise FloatingPointError(
-                    f"data.{datum}: its {self._loss.name} loss is {values[of_datum].sum()}, so "
-                    f"that no gradient of the call was added; look for logprobs far from the "
-                    f"model's, or for weights that are not finite after too large a step"
+                    f"data.{datum}: its {self._loss.name} loss is {values[of_datum][wrong[0]]} at "
+                    f"target {wrong[0]}, so that no gradient of the call was added; look for "
+                    f"logprobs far from the model's, or too large a step before"
                 )
         measured = {"loss:sum": values.sum(), **self._loss.metrics(tokens)}
         for name, value in measured.items():

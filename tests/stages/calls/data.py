@@ -28,7 +28,7 @@ def supervised(seed: int = 0, lengths: Sequence[int] = (9, 4, 17, 1), k: int = 0
     data = []
     for length in lengths:
         shape = (length, k) if k else (length,)
-        inputs = {
+        inputs: dict[str, np.ndarray] = {
             "target_tokens": rng.integers(0, VOCABULARY, shape),
             "weights": rng.normal(size=shape).astype(np.float32),
         }
@@ -68,3 +68,13 @@ def changed(datum: Datum, **inputs: np.ndarray | None) -> Datum:
     return Datum(
         datum.tokens, {name: values for name, values in both.items() if values is not None}
     )
+
+
+def assert_near(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """To 1e-6 of the gradient of all weights; no tensor's own is off by much more."""
+    assert got.keys() == wanted.keys()
+    gaps = {name: (got[name] - value).norm() for name, value in wanted.items()}
+    norm = torch.stack([value.norm() for value in wanted.values()]).norm()
+    assert torch.stack([*gaps.values()]).norm() < 1e-6 * norm
+    for name, value in wanted.items():
+        assert gaps[name] < 1e-5 * value.norm(), name
