@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -15,15 +15,20 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 SHOWN = 5  # problems in a message
 
 
-def check_request(request: GroupRequest, *, vocabulary: int, context: int) -> None:
+def check_request(
+    request: GroupRequest, *, vocabulary: int, context: int, adapters: Collection[str] = ()
+) -> None:
     """Raise RequestRefused for a request that no engine with this vocabulary and context, both in
-    tokens, can serve."""
+    tokens, and sets of ``adapters`` can serve."""
     ids = request.prompt_ids
     params = request.params
     refused = functools.partial(RequestRefused, request.group)
     if ids.dim() != 1 or ids.dtype != torch.int64 or not len(ids):
         problem = f"prompt_ids is {ids.dtype} {tuple(ids.shape)}"
         raise refused("prompt_ids", problem, "give int64 [P] with P >= 1")
+    if request.adapters and request.adapters not in adapters:
+        problem = f"the engine has no adapters {request.adapters!r}"
+        raise refused("adapters", problem, "put them first, or use the engine's own weights")
     low = int(ids.min())
     high = int(ids.max())
     if low < 0 or high >= vocabulary:

@@ -43,7 +43,8 @@ class SamplingParams:
     temperature and before all else, which the trainer recomputes. With a ``structure`` the policy
     is the one whose tokens that may not follow have no probability.
 
-    ``temperature == 0`` is greedy; logprobs are then those at temperature 1. ``top_k == 0`` and
+    ``temperature == 0`` is greedy; logprobs are then those at temperature 1, and with
+    ``raw_logprobs`` at every temperature. ``top_k == 0`` and
     ``top_p == 1.0`` disable the filters. A response ends when its decoded text contains one of the
     ``stop`` strings (its tokens are kept), or with one of ``stop_token_ids`` (included).
     Stop strings end it after ``min_tokens`` alone. ``max_tokens`` limits the tokens of a response,
@@ -70,6 +71,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprob_token_ids: tuple[int, ...] = ()
     structure: Structure | None = None
+    raw_logprobs: bool = False
 
     @property
     def changes(self) -> list[str]:
@@ -108,6 +110,8 @@ class GroupRequest:
 
     ``begun`` has, by place, responses that are to be continued. ``is_continued``: later requests
     will probably go on with the responses, so that an engine may keep their keys and values.
+    ``adapters``: the name of a set that a :class:`MultiAdapterEngine` has, whose versions the
+    tokens then have; "": the engine's own weights.
 
     ``group`` and ``places`` are returned unchanged on each completion. The tokens of a response
     depend only on the weights, the prompt, ``params`` and ``(seed, place)``, up to rounding that
@@ -121,6 +125,7 @@ class GroupRequest:
     seed: int
     begun: Mapping[int, Begun] = field(default_factory=dict)
     is_continued: bool = False
+    adapters: str = ""
 
     def __post_init__(self) -> None:
         for place, begun in self.begun.items():
@@ -316,6 +321,23 @@ class PromptScoringEngine(Protocol):
 
 
 @runtime_checkable
+class MultiAdapterEngine(Protocol):
+    """A rollout engine that generates with several sets of adapters in one batch."""
+
+    async def put_adapters(
+        self, name: str, version: int, weights: Mapping[str, torch.Tensor], *, scale: float
+    ) -> None:
+        """Use ``weights``, matrices A and B by their names of :mod:`stages.adapters.names`, as the
+        set ``name`` from the next token boundary on, for requests in flight too; B·A is multiplied
+        by ``scale``. They are valid until this returns. Other sets do not change. Raises
+        ``WeightMismatch`` where the model has no such layers, or the set has others."""
+
+    async def remove_adapters(self, name: str) -> None:
+        """Forget the set ``name``; calls in flight with requests of it raise AdaptersRemoved.
+        Raises KeyError."""
+
+
+@runtime_checkable
 class BoundedEngine(Protocol):
     """A rollout engine that says how long a sequence may be."""
 
@@ -415,6 +437,10 @@ class ResponseFailed(RuntimeError):
 
     The engine goes on with others.
     """
+
+
+class AdaptersRemoved(RuntimeError):
+    """The adapters of this request were removed; the engine goes on with others."""
 
 
 class EngineClosed(RuntimeError):

@@ -42,6 +42,7 @@ from stages.engines.protocols import (
     Token,
 )
 from stages.engines.responses import Responses, engine_failed
+from stages.engines.torch.decoding.adapters import OWN
 from stages.engines.torch.decoding.batch import ContinuousBatch, Decodes
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
@@ -141,7 +142,7 @@ class TorchRolloutEngine:
 
     @property
     def version(self) -> int:
-        return self._batch.version
+        return self._batch.versions[OWN]
 
     @property
     def context(self) -> int:
@@ -203,6 +204,33 @@ class TorchRolloutEngine:
             run_in_thread(replaced.clear, "rollout-weights")
             return SwapTimes(exposed=exposed, hidden=time.perf_counter() - began - exposed)
 
+    async def put_adapters(
+        self, name: str, version: int, weights: Mapping[str, torch.Tensor], *, scale: float
+    ) -> None:
+        if not name:
+            raise ValueError("adapters need a name; '' is that of the engine's own weights")
+        async with self._loading:
+            self._refuse_closed()
+            preparing = run_in_thread(
+                lambda: self._decoder.weights.prepare_adapters(name, weights, scale),
+                "rollout-weights",
+            )
+            try:
+                adapters, prepared = await asyncio.shield(preparing)
+            except asyncio.CancelledError:
+                await asyncio.wait([preparing])
+                raise
+
+            def put() -> None:
+                self._decoder.put_adapters(name, adapters, prepared)
+                self._batch.become(version, name)
+
+            await self._at_boundary(put)
+
+    async def remove_adapters(self, name: str) -> None:
+        async with self._loading:
+            await self._at_boundary(lambda: self._batch.remove_adapters(name))
+
     async def cut(self) -> None:
         await self._at_boundary(self._batch.cut)
 
@@ -232,8 +260,8 @@ class TorchRolloutEngine:
             self._refuse_asleep()
             if len(ids) == 1:
                 return []
-            logits = self._decoder.score(ids[:1], ids[1:])
-            version = self._batch.version
+            logits = self._decoder.score(ids[:1], ids[1:], request.adapters)
+            version = self._batch.versions[request.adapters]
             scored = zip(*ranked(logits, ids[1:], alternatives), strict=True)
             return [
                 (
@@ -338,7 +366,12 @@ class TorchRolloutEngine:
             raise
 
     def _check(self, request: GroupRequest) -> None:
-        check_request(request, vocabulary=self._decoder.vocabulary, context=self._context)
+        check_request(
+            request,
+            vocabulary=self._decoder.vocabulary,
+            context=self._context,
+            adapters=self._batch.versions,
+        )
         if request.params.stop and not self._has_tokenizer:
             problem = f"stop is {request.params.stop}"
             raise RequestRefused(request.group, "stop", problem, "stop strings need a tokenizer")

@@ -113,6 +113,9 @@ def check_request(request: GroupRequest, *, vocabulary: int, context: int, filte
             f"to 0"
         )
         raise refused("temperature", problem, f"give 0, or {LEAST_VLLM:g} at least")
+    if params.raw_logprobs and params.temperature not in (0.0, 1.0):
+        fix = "vLLM has logprobs after temperature: use temperature 0 or 1"
+        raise refused("raw_logprobs", f"{params}", fix)
     if filters and params.temperature not in (0.0, 1.0):
         fix = "an engine made with filters=True gives logprobs at temperature 0 or 1"
         raise refused("temperature", f"{params}", fix)

@@ -27,9 +27,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from stages import device as devices
-from stages.engines.protocols import Completion, FinishReason, RequestRefused, Token
+from stages.engines.protocols import (
+    AdaptersRemoved,
+    Completion,
+    FinishReason,
+    RequestRefused,
+    Token,
+)
 from stages.engines.response_text import Decodes, ResponseText
 from stages.engines.responses import response_failed
+from stages.engines.torch.decoding.adapters import OWN
 from stages.engines.torch.decoding.beginnings import Beginnings, warn_of_one_by_one
 from stages.engines.torch.decoding.decoder import NOT_FINITE, TorchDecoder
 from stages.engines.torch.decoding.resting import RestingRows
@@ -62,7 +69,7 @@ class ContinuousBatch:
         launch_ahead: bool,
     ) -> None:
         self.decoder = decoder
-        self.version = version
+        self.versions = {OWN: version}  # of the weights, by the name of their adapters
         self.waiting: deque[ResponseRow] = deque()
         self.rows: list[ResponseRow] = []  # in the order of the decoder's rows
         self.resting = RestingRows(decoder)
@@ -83,6 +90,8 @@ class ContinuousBatch:
 
     def submit(self, rows: Sequence[ResponseRow]) -> None:
         self.waiting.extend(rows)
+        for name in {row.request.adapters for row in rows} - self.versions.keys():
+            self._fail_adapters(name)
 
     def abort(self, submission: Submission) -> None:
         """Remove the rows of ``submission``."""
@@ -124,10 +133,29 @@ class ContinuousBatch:
         self.resting.clear()
         self.decoder.clear()
 
-    def become(self, version: int) -> None:
-        """Take note that the weights are those of ``version`` now."""
-        self.version = version
-        self.resting.clear()
+    def become(self, version: int, adapters: str = OWN) -> None:
+        """Take note that the weights of the set ``adapters`` are those of ``version`` now: what was
+        computed with them before is not used for rows that start."""
+        self.versions[adapters] = version
+        self.resting.clear(adapters)
+        for row in self.waiting:
+            if adapters in (OWN, row.request.adapters):
+                self._beginnings.release_prompt(row.group)
+
+    def remove_adapters(self, name: str) -> None:
+        """Forget the set ``name``; requests with it fail. Raises KeyError."""
+        if name == OWN:
+            raise KeyError(name)
+        del self.versions[name]
+        self._fail_adapters(name)
+        self.resting.clear(name)
+        self.decoder.remove_adapters(name)
+
+    def _fail_adapters(self, name: str) -> None:
+        rows = [row for row in [*self.rows, *self.waiting] if row.request.adapters == name]
+        for submission in {id(row.submission): row.submission for row in rows}.values():
+            submission.deliver([AdaptersRemoved(f"the adapters {name!r} were removed")])
+            self.abort(submission)
 
     def read_launched(self) -> None:
         """Append the launched token to its rows and deliver those that end."""
@@ -152,7 +180,7 @@ class ContinuousBatch:
                 count = i
                 break
             group = row.group
-            if group in new or self._beginnings.take_prompt(row, self.version):
+            if group in new or self._beginnings.take_prompt(row):
                 row.cached_tokens = len(group.ids)
                 continue
             longest = max(longest, len(group.ids))
@@ -215,14 +243,14 @@ class ContinuousBatch:
         Those that fail leave the queue; returns whether none has.
         """
         try:
-            self._beginnings.prefill(groups, self.version)
+            self._beginnings.prefill(groups)
             return True
         except Exception as error:
             warn_of_one_by_one(error)
         failures: list[tuple[PendingGroup, Exception]] = []
         for group in groups:
             try:
-                self._beginnings.prefill([group], self.version)
+                self._beginnings.prefill([group])
             except Exception as error:
                 failures.append((group, error))
         if failures:
@@ -353,13 +381,14 @@ class ContinuousBatch:
         (token, *others), (logprob, *logprobs) = made
         if math.isnan(logprob):
             raise _no_token(row)
-        row.append(token, logprob, self.version)
+        version = self.versions[row.request.adapters]
+        row.append(token, logprob, version)
         row.ended = self._finish_reason(row)
         count = len(row.request.params.logprob_token_ids) or row.submission.alternatives or 0
         likeliest = list(zip(others, logprobs, strict=True))[:count]
         # tokens that pad the head have no probability
         possible = tuple(alternative for alternative in likeliest if alternative[1] > -math.inf)
-        return Token(row.request.group, row.place, token, logprob, self.version, possible)
+        return Token(row.request.group, row.place, token, logprob, version, possible)
 
     def _deliver_ended(self) -> None:
         failed = [(row, row.failure) for row in self.rows if row.failure is not None]

@@ -25,30 +25,26 @@ class Beginnings:
         self._decoder = decoder
         self._resting = resting
 
-    def take_prompt(self, row: ResponseRow, version: int) -> bool:
+    def take_prompt(self, row: ResponseRow) -> bool:
         """Give the group of ``row`` the prompt of the row at rest that it continues, where it has
-        none of ``version`` yet. Returns whether the group has all of it that the row needs."""
+        none yet. Returns whether the group has all of it that the row needs."""
         group = row.group
-        is_there = group.prompt is not None and group.version == version
-        if not is_there and (resting := self._resting.of(row)):
-            self._release_prompt(group)
+        if group.prompt is None and (resting := self._resting.of(row)):
             resting.prompt.holders += 1
             group.prompt = resting.prompt
-            group.version = version
-            is_there = True
-        return is_there and (row.begun > 0 or group.logits is not None)
+        return group.prompt is not None and (row.begun > 0 or group.logits is not None)
 
-    def prefill(self, groups: Sequence[PendingGroup], version: int) -> None:
-        """Compute the prompts of ``groups`` with the weights of ``version``."""
+    def prefill(self, groups: Sequence[PendingGroup]) -> None:
+        """Compute the prompts of ``groups``, each with its own adapters."""
         if not groups:
             return
-        prompts, logits = self._decoder.prefill([group.ids for group in groups])
+        adapters = [group.request.adapters for group in groups]
+        prompts, logits = self._decoder.prefill([group.ids for group in groups], adapters)
         for group, prompt, first in zip(groups, prompts, logits, strict=True):
             older = group.prompt
             group.prompt = prompt
             group.logits = first
-            group.version = version
-            if older is not None:  # computed with older weights; rows in flight keep it
+            if older is not None:  # that of a row at rest, without logits
                 self._decoder.release(older)
         if self._decoder.routing is not None:
             parts = self._decoder.routing.split([len(group.ids) for group in groups])
@@ -115,9 +111,10 @@ class Beginnings:
         prompt."""
         group.waiting -= 1
         if not group.waiting:
-            self._release_prompt(group)
+            self.release_prompt(group)
 
-    def _release_prompt(self, group: PendingGroup) -> None:
+    def release_prompt(self, group: PendingGroup) -> None:
+        """Drop the prompt of ``group``, which rows that have started keep."""
         if group.prompt is not None:
             self._decoder.release(group.prompt)
         group.prompt = group.logits = None

@@ -30,6 +30,7 @@ from torch import nn
 
 from stages import device as devices
 from stages.adapters.options import AdapterOptions
+from stages.engines.torch.decoding.adapters import OWN, AdapterSet
 from stages.engines.torch.decoding.attention import (
     DecodeStep,
     ExtendStep,
@@ -40,7 +41,7 @@ from stages.engines.torch.decoding.attention import (
     TwoPartAttention,
 )
 from stages.engines.torch.decoding.llama_forward import LlamaForward, can_pack_in, is_llama
-from stages.engines.torch.decoding.weights import DecoderWeights
+from stages.engines.torch.decoding.weights import DecoderWeights, WeightSet
 from stages.engines.torch.model.attention import Scores
 from stages.engines.torch.model.attention_interface import (
     PROBE,
@@ -67,11 +68,12 @@ STATIC_TOKENS = 64
 
 @dataclass(eq=False)
 class Prompt:
-    """A prefilled prompt: its slot in the pool, its length in tokens, and the number of its
-    holders."""
+    """A prefilled prompt: its slot in the pool, its length in tokens, the name of the adapters that
+    it was computed with, and the number of its holders."""
 
     slot: int
     length: int
+    adapters: str = OWN
     holders: int = 1
 
 
@@ -140,7 +142,7 @@ class TorchDecoder:
         self._static = static
         can_pack = device.type == "cpu" and can_pack_in(self.dtype)
         self.weights = DecoderWeights(self.model, can_pack if packed is None else packed, adapters)
-        self._recorded: dict[tuple[int, ...], _Recorded] = {}
+        self._recorded: dict[tuple[object, ...], _Recorded] = {}
         self._recorded_at = 0  # value of attention.grown for which the recordings hold
         self._sampled: int | None = None  # all, for the comparison with the plain forward
         with torch.inference_mode():
@@ -152,12 +154,16 @@ class TorchDecoder:
     # -- the batch
     # ----------------------------------------------------------------------------------------------
 
-    def prefill(self, prompts: Sequence[torch.Tensor]) -> tuple[list[Prompt], torch.Tensor]:
-        """Compute the keys and values of ``prompts`` (each int64 [P]) in one forward.
+    def prefill(
+        self, prompts: Sequence[torch.Tensor], adapters: Sequence[str] = ()
+    ) -> tuple[list[Prompt], torch.Tensor]:
+        """Compute the keys and values of ``prompts`` (each int64 [P]) in one forward, each with its
+        set of ``adapters``, by name.
 
         Returns their handles, each with the caller as its one holder, and the float32 [g, V] logits
         of the first response token.
         """
+        names = adapters or [OWN] * len(prompts)
         lengths = torch.tensor([len(ids) for ids in prompts])
         ends = lengths.cumsum(0)
         longest = int(lengths.max())
@@ -168,15 +174,21 @@ class TorchDecoder:
         self.attention.step = PrefillStep(
             self._put(padded), self._put(packed), first=len(self.prompts)
         )
+        self._select(names, lengths.tolist())
         logits = self._forward(
             torch.cat([ids.cpu() for ids in prompts]), positions, self._put(ends - 1)
         )
-        handles = [Prompt(len(self.prompts) + i, int(length)) for i, length in enumerate(lengths)]
+        handles = [
+            Prompt(len(self.prompts) + i, int(length), name)
+            for i, (length, name) in enumerate(zip(lengths, names, strict=True))
+        ]
         self.prompts += handles
         self._sharing = None
         return handles, logits
 
-    def score(self, prompt_ids: torch.Tensor, response_ids: torch.Tensor) -> torch.Tensor:
+    def score(
+        self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, adapters: str = OWN
+    ) -> torch.Tensor:
         """Return float32 [T, V] logits that predict each of ``response_ids`` [T] after
         ``prompt_ids``."""
         ids = torch.cat([prompt_ids, response_ids[:-1]]).cpu()
@@ -184,6 +196,7 @@ class TorchDecoder:
         self.attention.step = PrefillStep(
             self._put(positions[None]), self._put(positions), first=len(self.prompts)
         )
+        self._select([adapters], [len(ids)])
         return self._forward(ids, positions, self._put(positions[len(prompt_ids) - 1 :]))
 
     def join(self, prompt: Prompt, copied: Pool | None = None, tokens: int = 0) -> None:
@@ -209,6 +222,7 @@ class TorchDecoder:
             torch.arange(each.count) + each.prompt_length + each.begin for each in extensions
         ]
         self.attention.step = ExtendStep(extensions)
+        self._select([self.rows[n].prompt.adapters for n in rows], counts.tolist())
         logits = self._forward(
             torch.cat(list(tokens)).cpu(), torch.cat(positions), self._put(counts.cumsum(0) - 1)
         )
@@ -249,7 +263,10 @@ class TorchDecoder:
         count = len(self.rows)
         rows = count
         longest = max(row.length for row in self.rows) + 1
-        if self._static:
+        names = [row.prompt.adapters for row in self.rows]
+        # which tokens are of which set is in no recording
+        static = not self._select(names) and self._static
+        if static:
             rows = _size(rows, STATIC_ROWS)
             longest = _size(longest, STATIC_TOKENS)
         elif (
@@ -257,11 +274,11 @@ class TorchDecoder:
         ):  # oneDNN compiles and keeps a kernel for each size that it meets
             longest = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
         if self._sharing is None or len(self._sharing.place) != rows:
-            self._sharing = _shared(self.rows, self.prompts, rows, self._static, self.device)
+            self._sharing = _shared(self.rows, self.prompts, rows, static, self.device)
         lengths = self._put(torch.tensor([row.length for row in self.rows] + [0] * (rows - count)))
         newest = torch.zeros(rows, dtype=torch.int64, device=self.device)
         newest[:count] = self._put(torch.as_tensor(tokens))
-        step = self._decode_recorded if self._static else self._decode_step
+        step = self._decode_recorded if static else self._decode_step
         logits = step(newest, lengths, self._sharing, longest)[:count]
         self.routing = None if self.routing is None else self.routing[:count]
         for row in self.rows:
@@ -279,7 +296,8 @@ class TorchDecoder:
         self, tokens: torch.Tensor, own: torch.Tensor, sharing: SharedPrompts, longest: int
     ) -> torch.Tensor:
         inputs = (tokens, own, sharing.members, sharing.place, sharing.prompt_lengths)
-        size = (*tokens.shape, *sharing.members.shape, sharing.longest, longest)
+        adapters = self.rows[0].prompt.adapters
+        size = (adapters, *tokens.shape, *sharing.members.shape, sharing.longest, longest)
         if self._recorded_at != self.attention.grown:
             self._recorded = {}
             self._recorded_at = self.attention.grown
@@ -345,6 +363,17 @@ class TorchDecoder:
         if not bool(torch.cat([first, second]).logsumexp(-1).isfinite().all()):
             raise ValueError(NOT_FINITE)
 
+    def put_adapters(self, name: str, adapters: AdapterSet, prepared: WeightSet) -> None:
+        """Use ``prepared`` as the weights of ``adapters``, which are the set ``name``."""
+        self.weights.install(prepared)
+        if self.weights.adapters.of(name) is not adapters:
+            self.weights.adapters.put(name, adapters)
+
+    def remove_adapters(self, name: str) -> None:
+        """Forget the set ``name``, which no row has."""
+        self.weights.adapters.remove(name)
+        self._recorded = {}
+
     def clear(self) -> None:
         """Remove every row and prompt and free their keys and values."""
         self.rows = []
@@ -360,6 +389,9 @@ class TorchDecoder:
 
     # -- inside
     # ----------------------------------------------------------------------------------------------
+
+    def _select(self, names: Sequence[str], counts: Sequence[int] | None = None) -> bool:
+        return self.weights.adapters.select(names, counts, self.device)
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         return devices.put(tensor, self.device)

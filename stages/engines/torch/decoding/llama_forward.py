@@ -54,7 +54,7 @@ class PackedLinear(nn.Module):
     """Linear layers with the same input, joined to one weight in oneDNN's blocked layout (CPU
     only). ``dtype`` (None: the layers'): of the weight, the input and the output. The layers' own
     weights are freed, unless ``shared`` by others. ``adapter``: whose output is added
-    (``decoding.weights``)."""
+    (``decoding.adapters``)."""
 
     adapter: Any = None
 
@@ -85,10 +85,8 @@ class PackedLinear(nn.Module):
         """Return the linear layers' output. ``after``: "none", or "swish" of what is returned."""
         if self.adapter is None:
             return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, after, [], "")
-        out = self._adapted(
-            hidden,
-            torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], ""),
-        )
+        out = torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], "")
+        out = self.adapter.add_to(out, hidden)
         return nn.functional.silu(out, inplace=True) if after == "swish" else out
 
     def then(self, operation: str, hidden: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -98,11 +96,7 @@ class PackedLinear(nn.Module):
         out = torch.ops.mkldnn._linear_pointwise.binary(
             hidden, other, self.packed, self.bias, operation
         )
-        return out if self.adapter is None else self._adapted(hidden, out)
-
-    def _adapted(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        inner = torch.ops.mkldnn._linear_pointwise(hidden, self.adapter.down, None, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(inner, out, self.adapter.up, None, "add")
+        return out if self.adapter is None else self.adapter.add_to(out, hidden)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts)).to(self.dtype)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from stages.engines.torch.decoding.adapters import OWN
 from stages.engines.torch.decoding.attention import Pool, nbytes_of
 from stages.engines.torch.decoding.decoder import Prompt, TorchDecoder
 from stages.engines.torch.decoding.rows import ResponseRow
@@ -42,7 +43,8 @@ class RestingRows:
 
     def __init__(self, decoder: TorchDecoder) -> None:
         self._decoder = decoder
-        self._rows: dict[tuple[int, int], RestingRow] = {}  # by group and place, the newest last
+        # by adapters, group and place, the newest last
+        self._rows: dict[tuple[str, int, int], RestingRow] = {}
         self.nbytes = 0
 
     def rest(self, number: int, row: ResponseRow) -> None:
@@ -69,15 +71,17 @@ class RestingRows:
         if _key(row) in self._rows:
             self._remove(_key(row))
 
-    def clear(self) -> None:
+    def clear(self, adapters: str = OWN) -> None:
+        """Drop the rows of the set ``adapters``, by default all."""
         for key in list(self._rows):
-            self._remove(key)
+            if adapters in (OWN, key[0]):
+                self._remove(key)
 
-    def _remove(self, key: tuple[int, int]) -> None:
+    def _remove(self, key: tuple[str, int, int]) -> None:
         resting = self._rows.pop(key)
         self.nbytes -= resting.nbytes
         self._decoder.release(resting.prompt)
 
 
-def _key(row: ResponseRow) -> tuple[int, int]:
-    return row.request.group, row.place
+def _key(row: ResponseRow) -> tuple[str, int, int]:
+    return row.request.adapters, row.request.group, row.place

@@ -32,7 +32,6 @@ class PendingGroup:
     logits: torch.Tensor | None = None  # float32 [V]
     # [P, layers * top-k]: the experts of its tokens, where they are recorded
     routing: torch.Tensor | None = None
-    version: int = -1
 
 
 @dataclass(eq=False)

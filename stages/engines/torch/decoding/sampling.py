@@ -65,14 +65,22 @@ def draw(
 ) -> Drawn:
     """Draw one token per row of ``logits`` float32 [R, V] (overwritten), by inverting the
     cumulative distribution at ``points`` in [0, 1). Its logprob, and those of the ``alternatives``
-    likeliest tokens, or of those that ``params`` name, are those after temperature and before the
-    changes of ``processed`` rows, top-k, top-p and min-p. NaN: no token of the row may be made."""
+    likeliest tokens, or of those that ``params`` name, are those after temperature (before it where
+    they are raw) and before the changes of ``processed`` rows, top-k, top-p and min-p. NaN: no
+    token of the row may be made."""
     device = logits.device
     named = {i: p.logprob_token_ids for i, p in enumerate(params) if p.logprob_token_ids}
     alternatives = max(alternatives, *map(len, named.values())) if named else alternatives
-    changed = devices.put(torch.tensor(list(processed)), device) if processed else None
+    apart = [
+        i
+        for i, p in enumerate(params)
+        if i in processed or (p.raw_logprobs and p.temperature not in (0.0, 1.0))
+    ]
+    changed = devices.put(torch.tensor(apart), device) if apart else None
     if changed is not None:
-        temperatures = [[params[i].temperature or 1.0] for i in processed]
+        temperatures = [
+            [1.0 if params[i].raw_logprobs else params[i].temperature or 1.0] for i in apart
+        ]
         plain = (logits[changed] / devices.put(torch.tensor(temperatures), device)).log_softmax(-1)
         for i, row in processed.items():
             row.change(logits[i])

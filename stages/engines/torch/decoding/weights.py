@@ -6,18 +6,12 @@ On CPU the weights of linear layers are kept in oneDNN's blocked layout: in floa
 rows of a model with 135M parameters takes 92 ms instead of 140 in linear layers (2 cores).
 Elsewhere they are the modules' own parameters, and new ones are copied in place, where recorded
 steps read them.
-
-Adapters stand beside linear layers, which keep the weights W of the base: x·Wᵀ + (x·Aᵀ)·Bᵀ, not
-merged. Merged weights would need no further product in a decode step, but a second copy of W to
-return from, and in bfloat16 most small changes of W would be rounded away.
-docs/measurements/lora.md has both, measured.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +19,8 @@ from torch import nn
 
 from stages.adapters.options import AdapterOptions
 from stages.engines.checks import Layout, check_weights, layout_of
+from stages.engines.protocols import WeightMismatch
+from stages.engines.torch.decoding.adapters import OWN, AdapterSet, AdapterSets
 from stages.engines.torch.decoding.llama_forward import (
     LlamaForward,
     PackedLinear,
@@ -47,10 +43,14 @@ class DecoderWeights:
     def __init__(self, model: Any, packed: bool, adapters: AdapterOptions | None = None) -> None:
         self.model = model
         self.packed = packed
-        self._adapters = None if adapters is None else DecoderAdapters(model, adapters)
-        self._layout = (
-            self._adapters.layout if self._adapters else layout_of(dict(model.named_parameters()))
-        )
+        self.adapters = AdapterSets(model)
+        self._options = adapters
+        self._layout: Layout = layout_of(dict(model.named_parameters()))
+        if adapters is not None:
+            from stages.adapters.names import adapter_shapes
+
+            shapes = adapter_shapes(model, adapters)
+            self._layout = {name: (shape, model.dtype) for name, shape in shapes.items()}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._llama: LlamaForward | None = None
 
@@ -70,9 +70,12 @@ class DecoderWeights:
         ] + module_places
         if self.packed:  # the file that they were mapped from would stay in memory with them
             separate(getattr(place.holder, place.attribute) for place in module_places)
-        if self._adapters is not None:
-            joined = linears or (llama.linears() if llama is not None else [])
-            self._places = self._adapters.put_beside(joined, self.model, self._names)
+        self.adapters.lay_out(linears or (llama.linears() if llama is not None else []))
+        if self._options is not None:
+            zeros = {name: torch.empty(shape) for name, (shape, _) in self._layout.items()}
+            own = self.adapters.make(zeros, self._options.scale)
+            self.adapters.put(OWN, own)
+            self._places = own.places
 
     def check(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Raise ``WeightMismatch`` unless ``weights`` have names, shapes and dtypes of the
@@ -103,7 +106,7 @@ class DecoderWeights:
                         .replace(".gate_proj.", ".gate_up_proj.")
                     ] = whole
                     parts.update(names)
-        if self._adapters is not None:
+        if self._options is not None:
             tensors |= {
                 place.names[0]: getattr(place.holder, place.attribute) for place in self._places
             }
@@ -113,6 +116,24 @@ class DecoderWeights:
     def prepare(self, weights: Mapping[str, torch.Tensor]) -> WeightSet:
         """Copy ``weights`` to the device, in the layout that is computed with, while the present
         ones are in use."""
+        return self._built(self._places, weights)
+
+    @torch.no_grad()
+    def prepare_adapters(
+        self, name: str, weights: Mapping[str, torch.Tensor], scale: float
+    ) -> tuple[AdapterSet, WeightSet]:
+        """Return the set ``name``, a new one of zeros where there is none, and copies of
+        ``weights`` for it. Raises WeightMismatch."""
+        made = self.adapters.make(weights, scale)
+        present = self.adapters.of(name) or made
+        if present.options != made.options:
+            raise WeightMismatch(
+                f"adapters {name!r} have another rank, scale or other layers than before; "
+                "remove them first"
+            )
+        return present, self._built(present.places, weights)
+
+    def _built(self, places: Sequence[Place], weights: Mapping[str, torch.Tensor]) -> WeightSet:
         device = self.model.device
         return [
             (
@@ -120,7 +141,7 @@ class DecoderWeights:
                 place.attribute,
                 place.build([weights[n].detach().to(device) for n in place.names]),
             )
-            for place in self._places
+            for place in places
         ]
 
     def install(self, prepared: WeightSet) -> list[torch.Tensor]:
@@ -156,98 +177,3 @@ class DecoderWeights:
                 parent, _, attribute = name.rpartition(".")
                 setattr(self.model.get_submodule(parent), attribute, packed[-1])
         return packed
-
-
-class JoinedAdapter:
-    """The adapters of linear layers with the same input, as two matrices: ``down`` [R, in], and
-    ``up`` [out, R] in which each layer with an adapter has its own columns, times the adapters'
-    scale."""
-
-    def __init__(
-        self, layers: Sequence[nn.Linear], has: Sequence[bool], rank: int, scale: float
-    ) -> None:
-        self._rows = [layer.out_features for layer in layers]
-        self._has = has
-        self._rank = rank
-        self._scale = scale
-        like = layers[0].weight
-        width = rank * sum(has)
-        self.down, self.up = (
-            like.new_zeros(width, layers[0].in_features),
-            like.new_zeros(sum(self._rows), width),
-        )
-
-    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return ``out`` [T, out] with the adapters' outputs for ``x`` [T, in] added."""
-        return out + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
-
-    def places(self, downs: Sequence[str], ups: Sequence[str]) -> Iterator[Place]:
-        """Return the places of the matrices of these names."""
-        yield Place(tuple(downs), self, "down", lambda parts: torch.cat(parts))
-        yield Place(tuple(ups), self, "up", self._diagonal)
-
-    def _diagonal(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        up = torch.zeros_like(self.up)
-        row = 0
-        rest = list(parts)
-        for at, (rows, has) in enumerate(zip(self._rows, self._has, strict=True)):
-            if has:
-                column = self._rank * sum(self._has[:at])
-                up[row : row + rows, column : column + self._rank] = rest.pop(0) * self._scale
-            row += rows
-        return up
-
-
-class DecoderAdapters:
-    """The adapters of ``options`` on ``model``, whose linear layers are not replaced yet.
-
-    Raises ValueError.
-    """
-
-    def __init__(self, model: Any, options: AdapterOptions) -> None:
-        from stages.adapters.names import adapter_shapes
-
-        self._options = options
-        self.layout: Layout = {
-            name: (shape, model.dtype) for name, shape in adapter_shapes(model, options).items()
-        }
-
-    def put_beside(
-        self, linears: Sequence[Any], model: Any, names: Mapping[int, str]
-    ) -> list[Place]:
-        """Give each of ``linears``, layers that are computed together, an adapter where one of them
-        has it, and each linear layer of ``model`` that is in none of them. ``names``: of
-        parameters, by id. Returns where the matrices are kept."""
-        joined = {id(layer) for linear in linears for layer in linear.layers}
-        places: list[Place] = []
-        for linear in linears:
-            adapter, adapter_places = self._adapter(linear.layers, names)
-            if adapter is not None:
-                linear.adapter = adapter
-                places += adapter_places
-        for module in model.modules():
-            if type(module) is nn.Linear and id(module) not in joined:
-                adapter, adapter_places = self._adapter([module], names)
-                if adapter is not None:
-                    module.forward = partial(_adapted, module, adapter)  # type: ignore[method-assign]
-                    places += adapter_places
-        return places
-
-    def _adapter(
-        self, layers: Sequence[nn.Linear], names: Mapping[int, str]
-    ) -> tuple[JoinedAdapter | None, list[Place]]:
-        from stages.adapters.names import down_of, up_of
-
-        layer_names = [names[id(layer.weight)].removesuffix(".weight") for layer in layers]
-        has = [down_of(name) in self.layout for name in layer_names]
-        if not any(has):
-            return None, []
-        adapter = JoinedAdapter(layers, has, self._options.rank, self._options.scale)
-        adapted_names = [name for name, adapted in zip(layer_names, has, strict=True) if adapted]
-        return adapter, list(
-            adapter.places([down_of(n) for n in adapted_names], [up_of(n) for n in adapted_names])
-        )
-
-
-def _adapted(module: nn.Linear, adapter: JoinedAdapter, x: torch.Tensor) -> torch.Tensor:
-    return adapter.add_to(nn.functional.linear(x, module.weight, module.bias), x)

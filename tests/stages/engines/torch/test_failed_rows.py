@@ -147,11 +147,13 @@ def inject(monkeypatch: pytest.MonkeyPatch, place: str, step: int) -> None:
             decode = TorchDecoder.decode
             bad: list[Any] = []
 
-            def begins(self: TorchDecoder, prompts: Sequence[torch.Tensor]) -> Any:
+            def begins(
+                self: TorchDecoder, prompts: Sequence[torch.Tensor], adapters: Sequence[str] = ()
+            ) -> Any:
                 mine = [int(ids[0]) == 3 + BAD % 40 and len(ids) == 2 for ids in prompts]
                 if not step and any(mine):
                     raise Fault("prefill")
-                handles, logits = prefill(self, prompts)
+                handles, logits = prefill(self, prompts, adapters)
                 bad.extend(handle for handle, one in zip(handles, mine, strict=True) if one)
                 return handles, logits
 
