@@ -30,11 +30,10 @@ from stages import device as devices
 from stages.engines.protocols import (
     AdaptersRemoved,
     Completion,
-    FinishReason,
     RequestRefused,
     Token,
 )
-from stages.engines.response_text import Decodes, ResponseText
+from stages.engines.response_text import Decodes
 from stages.engines.responses import response_failed
 from stages.engines.torch.decoding.adapters import OWN
 from stages.engines.torch.decoding.beginnings import Beginnings, warn_of_one_by_one
@@ -383,7 +382,7 @@ class ContinuousBatch:
             raise _no_token(row)
         version = self.versions[row.request.adapters]
         row.append(token, logprob, version)
-        row.ended = self._finish_reason(row)
+        row.ended = row.finish_reason(self._tokenizer)
         count = len(row.request.params.logprob_token_ids) or row.submission.alternatives or 0
         likeliest = list(zip(others, logprobs, strict=True))[:count]
         # tokens that pad the head have no probability
@@ -417,38 +416,6 @@ class ContinuousBatch:
         last = self.rows.pop()
         if number < len(self.rows):
             self.rows[number] = last
-
-    def _finish_reason(self, row: ResponseRow) -> FinishReason | None:
-        params = row.request.params
-        if row.tokens[-1] in params.stop_token_ids:
-            return "stop"
-        if row.matcher is not None:
-            row.matcher.follow(row.tokens[-1:])
-            if row.matcher.is_complete:
-                return "stop"
-        last = len(row.tokens) == row.limit
-        if params.stop and self._has_stop_string(row, whole=last):
-            return "stop"
-        if last:
-            return "length"
-        return "cut" if params.budget and len(row.tokens) - row.begun >= params.budget else None
-
-    def _has_stop_string(self, row: ResponseRow, *, whole: bool) -> bool:
-        """Return whether the text of ``row`` has one of its stop strings.
-
-        ``whole``: no more tokens follow.
-        """
-        assert self._tokenizer is not None
-        if row.text is None:
-            params = row.request.params
-            row.text = ResponseText(
-                self._tokenizer, params.stop, special_tokens=True, least=params.min_tokens
-            )
-        for token in row.tokens[row.turn_start + len(row.text) :]:
-            row.text.add(token)
-        if whole:
-            row.text.finish()
-        return bool(row.text.stopped)
 
 
 def _no_token(row: ResponseRow) -> ValueError:

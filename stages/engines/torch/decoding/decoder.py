@@ -142,8 +142,7 @@ class TorchDecoder:
         self._static = static
         can_pack = device.type == "cpu" and can_pack_in(self.dtype)
         self.weights = DecoderWeights(self.model, can_pack if packed is None else packed, adapters)
-        self._recorded: dict[tuple[object, ...], _Recorded] = {}
-        self._recorded_at = 0  # value of attention.grown for which the recordings hold
+        self._static_steps = _StaticSteps(self)
         self._sampled: int | None = None  # all, for the comparison with the plain forward
         with torch.inference_mode():
             probe = torch.arange(PROBE, device=device) * 7919 % self.vocabulary
@@ -278,55 +277,20 @@ class TorchDecoder:
         lengths = self._put(torch.tensor([row.length for row in self.rows] + [0] * (rows - count)))
         newest = torch.zeros(rows, dtype=torch.int64, device=self.device)
         newest[:count] = self._put(torch.as_tensor(tokens))
-        step = self._decode_recorded if static else self._decode_step
+        step = self._static_steps.decode if static else self.decode_step
         logits = step(newest, lengths, self._sharing, longest)[:count]
         self.routing = None if self.routing is None else self.routing[:count]
         for row in self.rows:
             row.length += 1
         return logits
 
-    def _decode_step(
+    def decode_step(
         self, tokens: torch.Tensor, own: torch.Tensor, sharing: SharedPrompts, longest: int
     ) -> torch.Tensor:
-        """Enqueue a whole step without a synchronisation. Returns float32 [R, V] logits."""
+        """Enqueue a whole step of rows with ``own`` lengths, without a synchronisation. Returns
+        float32 [R, V] logits."""
         self.attention.step = DecodeStep.of(sharing, own, longest)
         return self._forward(tokens, sharing.prompt_lengths + own, None)
-
-    def _decode_recorded(
-        self, tokens: torch.Tensor, own: torch.Tensor, sharing: SharedPrompts, longest: int
-    ) -> torch.Tensor:
-        inputs = (tokens, own, sharing.members, sharing.place, sharing.prompt_lengths)
-        adapters = self.rows[0].prompt.adapters
-        size = (adapters, *tokens.shape, *sharing.members.shape, sharing.longest, longest)
-        if self._recorded_at != self.attention.grown:
-            self._recorded = {}
-            self._recorded_at = self.attention.grown
-        recorded = self._recorded.get(size)
-        if recorded is None:
-            fixed = tuple(tensor.clone() for tensor in inputs)
-            tokens, own, members, place, lengths = fixed
-            sharing = SharedPrompts(members, place, lengths, sharing.longest, straight=False)
-            # makes room and chooses kernels, which no recording may
-            self._decode_step(tokens, own, sharing, longest)
-            routing = None if self.routing is None else self.routing.clone()
-
-            def act() -> torch.Tensor:
-                logits = self._decode_step(tokens, own, sharing, longest)
-                if routing is not None and self.routing is not None:
-                    routing.copy_(self.routing)
-                return logits
-
-            replay, logits = devices.record(self.device, act)
-            # grown for this size: older recordings read the old pools
-            if self._recorded_at != self.attention.grown:
-                self._recorded = {}
-                self._recorded_at = self.attention.grown
-            recorded = self._recorded[size] = _Recorded(fixed, replay, logits, routing)
-        for fixed_tensor, tensor in zip(recorded.inputs, inputs, strict=True):
-            fixed_tensor.copy_(tensor)
-        recorded.replay()
-        self.routing = None if recorded.routing is None else recorded.routing.clone()
-        return recorded.logits
 
     @contextmanager
     def alone(self, row: int) -> Iterator[None]:
@@ -372,14 +336,14 @@ class TorchDecoder:
     def remove_adapters(self, name: str) -> None:
         """Forget the set ``name``, which no row has."""
         self.weights.adapters.remove(name)
-        self._recorded = {}
+        self._static_steps.clear()
 
     def clear(self) -> None:
         """Remove every row and prompt and free their keys and values."""
         self.rows = []
         self.prompts = []
         self._sharing = None
-        self._recorded = {}
+        self._static_steps.clear()
         self.attention.clear()
 
     @property
@@ -481,6 +445,56 @@ class TorchDecoder:
             return torch.cat([first, second, *decoded])
         finally:
             self.clear()
+
+
+class _StaticSteps:
+    """The static steps of ``decoder``, each recorded when it is first computed."""
+
+    def __init__(self, decoder: TorchDecoder) -> None:
+        self._decoder = decoder
+        self._recorded: dict[tuple[object, ...], _Recorded] = {}
+        self._grown = 0  # value of attention.grown for which the recordings hold
+
+    def clear(self) -> None:
+        self._recorded = {}
+
+    def decode(
+        self, tokens: torch.Tensor, own: torch.Tensor, sharing: SharedPrompts, longest: int
+    ) -> torch.Tensor:
+        """Compute what :meth:`TorchDecoder.decode_step` does. The next call may overwrite it."""
+        decoder = self._decoder
+        inputs = (tokens, own, sharing.members, sharing.place, sharing.prompt_lengths)
+        adapters = decoder.rows[0].prompt.adapters
+        size = (adapters, *tokens.shape, *sharing.members.shape, sharing.longest, longest)
+        self._drop_void()
+        recorded = self._recorded.get(size)
+        if recorded is None:
+            fixed = tuple(tensor.clone() for tensor in inputs)
+            tokens, own, members, place, lengths = fixed
+            sharing = SharedPrompts(members, place, lengths, sharing.longest, straight=False)
+            # makes room and chooses kernels, which no recording may
+            decoder.decode_step(tokens, own, sharing, longest)
+            routing = None if decoder.routing is None else decoder.routing.clone()
+
+            def act() -> torch.Tensor:
+                logits = decoder.decode_step(tokens, own, sharing, longest)
+                if routing is not None and decoder.routing is not None:
+                    routing.copy_(decoder.routing)
+                return logits
+
+            replay, logits = devices.record(decoder.device, act)
+            self._drop_void()  # grown for this size: older recordings read the old pools
+            recorded = self._recorded[size] = _Recorded(fixed, replay, logits, routing)
+        for fixed_tensor, tensor in zip(recorded.inputs, inputs, strict=True):
+            fixed_tensor.copy_(tensor)
+        recorded.replay()
+        decoder.routing = None if recorded.routing is None else recorded.routing.clone()
+        return recorded.logits
+
+    def _drop_void(self) -> None:
+        if self._grown != self._decoder.attention.grown:
+            self._recorded = {}
+            self._grown = self._decoder.attention.grown
 
 
 def _shared(

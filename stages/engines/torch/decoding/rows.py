@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stages.engines.protocols import Completion, FinishReason, GroupRequest, Token
-from stages.engines.response_text import ResponseText
+from stages.engines.response_text import Decodes, ResponseText
 from stages.engines.responses import ResponseInProgress
 from stages.engines.torch.decoding.decoder import Prompt
 
@@ -103,3 +103,37 @@ class ResponseRow(ResponseInProgress):
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.add_version(version, 1)
+
+    def finish_reason(self, tokenizer: Decodes | None) -> FinishReason | None:
+        """Return why its newest token is the last one of the request, or None. ``tokenizer``: for
+        stop strings."""
+        params = self.request.params
+        if self.tokens[-1] in params.stop_token_ids:
+            return "stop"
+        if self.matcher is not None:
+            self.matcher.follow(self.tokens[-1:])
+            if self.matcher.is_complete:
+                return "stop"
+        last = len(self.tokens) == self.limit
+        if params.stop and self._has_stop_string(tokenizer, whole=last):
+            return "stop"
+        if last:
+            return "length"
+        return "cut" if params.budget and len(self.tokens) - self.begun >= params.budget else None
+
+    def _has_stop_string(self, tokenizer: Decodes | None, *, whole: bool) -> bool:
+        """Return whether its text has one of its stop strings.
+
+        ``whole``: no more tokens follow.
+        """
+        assert tokenizer is not None
+        if self.text is None:
+            params = self.request.params
+            self.text = ResponseText(
+                tokenizer, params.stop, special_tokens=True, least=params.min_tokens
+            )
+        for token in self.tokens[self.turn_start + len(self.text) :]:
+            self.text.add(token)
+        if whole:
+            self.text.finish()
+        return bool(self.text.stopped)

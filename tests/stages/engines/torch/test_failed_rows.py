@@ -124,8 +124,8 @@ def inject(monkeypatch: pytest.MonkeyPatch, place: str, step: int) -> None:
 
             monkeypatch.setattr(ContinuousBatch, "_draw", broken)
         case "stop strings":
-            act = failing(ContinuousBatch._has_stop_string, lambda batch, row: [row])
-            monkeypatch.setattr(ContinuousBatch, "_has_stop_string", act)
+            act = failing(ResponseRow._has_stop_string, lambda row, tokenizer: [row])
+            monkeypatch.setattr(ResponseRow, "_has_stop_string", act)
         case "append":
             monkeypatch.setattr(
                 ResponseRow, "append", failing(ResponseRow.append, lambda row, *_: [row])

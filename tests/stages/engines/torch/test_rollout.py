@@ -254,7 +254,7 @@ async def test_the_accelerators_way_of_decoding_gives_the_same_responses() -> No
     async with running(max_rows=7, accelerated=True) as engine:
         ahead = await collect(engine.generate(requests))
         assert engine._batch._launched is None
-        assert len(engine._decoder._recorded) < 12  # few sizes for about 200 steps
+        assert len(engine._decoder._static_steps._recorded) < 12  # few sizes for about 200 steps
     reasons = Counter(done.finish_reason for done in plain.values())
     assert reasons["stop"] > 2 < reasons["length"] + 3
     for key, done in plain.items():
