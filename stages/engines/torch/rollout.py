@@ -20,10 +20,12 @@ then: the weights' storages may be empty.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -55,7 +57,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 # for a function that has started at a boundary when its caller gives up, and for the last step
 BOUNDARY_SECONDS = 30.0
-MOST_LOGITS = 1 << 28  # float32, of one prompt whose logprobs are asked for
+MOST_LOGITS = 1 << 28  # float32, of a part of a prompt whose logprobs are asked for
 
 
 class TorchRolloutEngine:
@@ -250,19 +252,14 @@ class TorchRolloutEngine:
     ) -> list[tuple[Token, int]]:
         self._check(request)
         ids = request.prompt_ids
-        most = MOST_LOGITS // self._decoder.vocabulary
-        if len(ids) > most:
-            problem = f"prompt_ids has {len(ids)} tokens"
-            fix = f"logprobs of prompts are served for {most} tokens at most"
-            raise RequestRefused(request.group, "prompt_logprobs", problem, fix)
+        most = max(1, MOST_LOGITS // self._decoder.vocabulary)
 
-        def run() -> list[tuple[Token, int]]:
+        def run(begin: int) -> list[tuple[Token, int]]:
             self._refuse_asleep()
-            if len(ids) == 1:
-                return []
-            logits = self._decoder.score(ids[:1], ids[1:], request.adapters)
-            version = self._batch.versions[request.adapters]
-            scored = zip(*ranked(logits, ids[1:], alternatives), strict=True)
+            version = self._batch.version_of(request)
+            part = ids[begin : begin + most]
+            logits = self._decoder.score(ids[:begin], part, request.adapters)
+            scored = zip(*ranked(logits, part, alternatives), strict=True)
             return [
                 (
                     Token(
@@ -278,7 +275,9 @@ class TorchRolloutEngine:
                 for (token, *others), (logprob, *rest), rank in scored
             ]
 
-        return await self._at_boundary(run)
+        # between parts other rows go on; each part computes the tokens before it again
+        parts = [await self._at_boundary(partial(run, at)) for at in range(1, len(ids), most)]
+        return list(itertools.chain.from_iterable(parts))
 
     async def pause(self) -> None:
         await self._at_boundary(lambda: self._set_paused(True))

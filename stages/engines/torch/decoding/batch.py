@@ -30,6 +30,7 @@ from stages import device as devices
 from stages.engines.protocols import (
     AdaptersRemoved,
     Completion,
+    GroupRequest,
     RequestRefused,
     Token,
 )
@@ -141,6 +142,13 @@ class ContinuousBatch:
             if adapters in (OWN, row.request.adapters):
                 self._beginnings.release_prompt(row.group)
 
+    def version_of(self, request: GroupRequest) -> int:
+        """Return the version of the weights of ``request``. Raises AdaptersRemoved."""
+        try:
+            return self.versions[request.adapters]
+        except KeyError:
+            raise _removed(request.adapters) from None
+
     def remove_adapters(self, name: str) -> None:
         """Forget the set ``name``; requests with it fail. Raises KeyError."""
         if name == OWN:
@@ -153,7 +161,7 @@ class ContinuousBatch:
     def _fail_adapters(self, name: str) -> None:
         rows = [row for row in [*self.rows, *self.waiting] if row.request.adapters == name]
         for submission in {id(row.submission): row.submission for row in rows}.values():
-            submission.deliver([AdaptersRemoved(f"the adapters {name!r} were removed")])
+            submission.deliver([_removed(name)])
             self.abort(submission)
 
     def read_launched(self) -> None:
@@ -380,7 +388,7 @@ class ContinuousBatch:
         (token, *others), (logprob, *logprobs) = made
         if math.isnan(logprob):
             raise _no_token(row)
-        version = self.versions[row.request.adapters]
+        version = self.version_of(row.request)
         row.append(token, logprob, version)
         row.ended = row.finish_reason(self._tokenizer)
         count = len(row.request.params.logprob_token_ids) or row.submission.alternatives or 0
@@ -416,6 +424,10 @@ class ContinuousBatch:
         last = self.rows.pop()
         if number < len(self.rows):
             self.rows[number] = last
+
+
+def _removed(name: str) -> AdaptersRemoved:
+    return AdaptersRemoved(f"the adapters {name!r} were removed")
 
 
 def _no_token(row: ResponseRow) -> ValueError:

@@ -1,0 +1,230 @@
+"""Samples with the weights of several clients: adapters in one engine, whole models in engines of
+their own.
+
+    put(name, rank > 0) ─▶ a set of adapters ──▶ one engine ◀── rows of all names, "" the base ── sample
+    put(name, rank 0) ───▶ WholeModels: engines by name ◀──────────────────────── rows of name ── sample
+
+Rows start in the order of the calls: the caller bounds how many a client has in flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from pipeline.problems import Problem
+from stages.calls.interface import (
+    CallRefused,
+    ModelOptions,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+)
+from stages.calls.whole_models import WholeModels
+from stages.engines.protocols import (
+    AdaptersRemoved,
+    BoundedEngine,
+    Completion,
+    EngineClosed,
+    GroupRequest,
+    MultiAdapterEngine,
+    PromptScoringEngine,
+    RequestRefused,
+    RolloutEngine,
+    SamplingParams,
+    StreamingEngine,
+    Token,
+    WeightMismatch,
+)
+
+ALPHA = 32.0
+"""B·A of an adapter is multiplied by this number / its rank."""
+MOST_TOP = 1024  # alternatives to a token
+MOST_SAMPLES = 1024  # of one request
+Top = tuple[tuple[int, float], ...]
+
+
+class SamplingEngine(
+    StreamingEngine, PromptScoringEngine, MultiAdapterEngine, BoundedEngine, RolloutEngine, Protocol
+):
+    """What a sampler needs of an engine."""
+
+
+class TorchSampler:
+    """A :class:`~stages.calls.interface.Sampler` with ``engine``, which it closes.
+
+    ``ends``: the model's end tokens. ``make_whole``: makes an engine of the same model for one of
+    rank 0, of which at most ``most_whole`` are open (None: such models are refused).
+    """
+
+    def __init__(
+        self,
+        engine: SamplingEngine,
+        ends: Sequence[int],
+        *,
+        make_whole: Callable[[], SamplingEngine] | None = None,
+        most_whole: int = 1,
+    ) -> None:
+        self._engine = engine
+        self._ends = tuple(ends)
+        self._options: dict[str, ModelOptions] = {}
+        self._whole = None if make_whole is None else WholeModels(make_whole, most_whole)
+        self._groups = itertools.count()
+
+    async def put(
+        self, name: str, options: ModelOptions, weights: Mapping[str, Any], step: int
+    ) -> None:
+        """See :class:`~stages.calls.interface.Sampler`. Raises CallRefused: the weights that
+        ``name`` has stay."""
+        if not name:
+            raise _refused("model", name, "is the base model", "give another name")
+        if self._options.get(name, options) != options:
+            fix = "remove it first, or keep its options"
+            raise _refused("model", name, f"has {self._options[name]}, not {options}", fix)
+        if not options.rank and self._whole is None:
+            fix = "use an adapter: a rank of 1 or more"
+            raise _refused("rank", options.rank, "samplers of whole models are off", fix)
+        try:
+            if options.rank:
+                scale = ALPHA / options.rank
+                await self._engine.put_adapters(name, step, weights, scale=scale)
+            elif self._whole is not None:
+                await self._whole.put(name, weights, step)
+        except WeightMismatch as error:
+            raise _refused("model", name, str(error)) from error
+        self._options[name] = options
+
+    async def remove(self, name: str) -> None:
+        """See :class:`~stages.calls.interface.Sampler`. Raises CallRefused."""
+        options = self._options.pop(name, None)
+        if options is None:
+            raise _refused("model", name, "has no weights here")
+        if options.rank:
+            await self._engine.remove_adapters(name)
+        elif self._whole is not None:
+            await self._whole.remove(name)
+
+    async def sample(self, name: str, request: SampleRequest, seed: int) -> SampleOutput:
+        """See :class:`~stages.calls.interface.Sampler`. ``seed`` is used where the request has
+        none.
+
+        Logprobs are those at temperature 1, whatever the request's is. ``stop`` ends a response
+        beside the model's end tokens, unless it is empty; the tokens that stop are part of it.
+        """
+        for field, least, most in (
+            *(("top_k_prompt", 0, MOST_TOP), ("top_k_sampled", 0, MOST_TOP)),
+            ("count", 1, MOST_SAMPLES),
+        ):
+            if not least <= (value := getattr(request, field)) <= most:
+                raise _refused(field, value, "is out of range", f"give {least} to {most}")
+        if name and name not in self._options:
+            raise _refused("model", name, "has no weights here", "put them first")
+        try:
+            async with self._engine_of(name) as (engine, adapters):
+                group = self._group(request, seed, adapters, engine.context)
+                logprobs, top = await _score(engine, group, request)
+                sequences, cached = await _generate(engine, group, request.top_k_sampled)
+                return SampleOutput(sequences, logprobs, top, cached)
+        except RequestRefused as error:
+            raise CallRefused(*error.problems) from error
+        except (AdaptersRemoved, EngineClosed, WeightMismatch) as error:
+            if isinstance(error, EngineClosed) and name in self._options:
+                raise
+            wrong = str(error) if isinstance(error, WeightMismatch) else "was removed"
+            raise _refused("model", name, wrong) from error
+
+    async def close(self) -> None:
+        """Close all engines; calls in flight raise EngineClosed. May be called again."""
+        if self._whole is not None:
+            await self._whole.close()
+        await self._engine.close()
+
+    @asynccontextmanager
+    async def _engine_of(self, name: str) -> AsyncIterator[tuple[SamplingEngine, str]]:
+        """Return the engine of ``name``, and the name of its adapters there."""
+        if self._whole is None or not name or self._options[name].rank:
+            yield self._engine, name
+        else:
+            async with self._whole.engine(name) as engine:
+                yield engine, ""
+
+    def _group(
+        self, request: SampleRequest, seed: int, adapters: str, context: int
+    ) -> GroupRequest:
+        options = request.options
+        prompt = torch.tensor(request.prompt)
+        room = context - len(prompt)
+        if room < 1:
+            wrong = f"has {len(prompt)} tokens, and the context {context}: there is room for none"
+            raise _refused("prompt", None, wrong, "shorten it")
+        if options.top_k < -1:
+            raise _refused("top_k", options.top_k, "is out of range", "give -1 or 0 for all tokens")
+        stop = options.stop or ()
+        ends = () if options.stop == () else self._ends
+        params = SamplingParams(
+            max_tokens=room if options.max_tokens is None else options.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=max(0, options.top_k),
+            stop=tuple(text for text in stop if isinstance(text, str)),
+            stop_token_ids=(*ends, *(int(each) for each in stop if not isinstance(each, str))),
+            raw_logprobs=True,
+        )
+        return GroupRequest(
+            next(self._groups),
+            tuple(range(request.count)),
+            prompt,
+            params,
+            seed if options.seed is None else options.seed,
+            adapters=adapters,
+        )
+
+
+async def _score(
+    engine: SamplingEngine, group: GroupRequest, request: SampleRequest
+) -> tuple[np.ndarray | None, tuple[Top, ...]]:
+    """Return the prompt's logprobs float32 [P] and its likeliest tokens, as far as they are asked
+    for."""
+    if not request.prompt_logprobs and not request.top_k_prompt:
+        return None, ()
+    scored = await engine.score_prompt(group, alternatives=request.top_k_prompt)
+    top = ((), *(token.alternatives for token, _ in scored)) if request.top_k_prompt else ()
+    if not request.prompt_logprobs:
+        return None, top
+    return np.array([np.nan, *(token.logprob for token, _ in scored)], np.float32), top
+
+
+async def _generate(
+    engine: SamplingEngine, group: GroupRequest, top_k: int
+) -> tuple[list[SampledSequence], int]:
+    """Return the responses of ``group`` in order, and how many tokens of its prompt were cached."""
+    top = defaultdict[int, list[Top]](list)
+    ended: dict[int, Completion] = {}
+    responses = engine.stream([group], alternatives=top_k) if top_k else engine.generate([group])
+    async with aclosing(cast(Any, responses)) as items:
+        async for item in items:
+            if isinstance(item, Token):
+                top[item.place].append(item.alternatives)
+            else:
+                ended[item.place] = item
+    sequences = [
+        SampledSequence(
+            ended[place].token_ids.numpy().astype(np.int32),
+            ended[place].logprobs.numpy(),
+            ended[place].finish_reason == "stop",
+            ended[place].versions,
+            tuple(top[place]),
+        )
+        for place in group.places
+    ]
+    return sequences, min(each.cached_tokens for each in ended.values())
+
+
+def _refused(key: str, value: object, wrong: str, fix: str = "") -> CallRefused:
+    return CallRefused(Problem(key, value, wrong, fix))

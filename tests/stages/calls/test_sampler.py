@@ -1,0 +1,341 @@
+"""The sampler of training calls: what clients ask for and get, on real engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stages.adapters.names import adapter_shapes
+from stages.adapters.options import AdapterOptions
+from stages.calls.interface import (
+    CallRefused,
+    ModelOptions,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    SamplingOptions,
+)
+from stages.calls.sampler import ALPHA, TorchSampler
+from stages.engines.torch.rollout import MOST_LOGITS, TorchRolloutEngine
+from stages.model.load import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+VOCABULARY = len(TOKENIZER)
+EOS = int(TOKENIZER.eos_token_id or 0)
+PROMPT = np.array(TOKENIZER.encode("12+34="))
+GREEDY = SamplingOptions(max_tokens=12, temperature=0.0, stop=())
+DEADLINE = 60.0
+
+
+def tiny() -> Any:
+    return tiny_model(0)
+
+
+def adapter(rank: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = adapter_shapes(tiny(), AdapterOptions(rank, ALPHA))
+    return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+
+
+def other_model(seed: int) -> dict[str, torch.Tensor]:
+    """All weights of another model of the same shapes."""
+    return {name: value.detach() for name, value in tiny_model(seed).named_parameters()}
+
+
+def engine(**options: Any) -> TorchRolloutEngine:
+    return TorchRolloutEngine(
+        tiny(), TOKENIZER, **{"max_rows": 8, "threads": 1, "device": "cpu", **options}
+    )
+
+
+@asynccontextmanager
+async def sampling(**options: Any) -> AsyncIterator[TorchSampler]:
+    sampler = TorchSampler(engine(), [EOS], **options)
+    _: Sampler = sampler  # it is one
+    try:
+        async with asyncio.timeout(DEADLINE):
+            yield sampler
+    finally:
+        await sampler.close()
+
+
+def ask(options: SamplingOptions = GREEDY, **fields: Any) -> SampleRequest:
+    return SampleRequest(fields.pop("prompt", PROMPT), options, **fields)
+
+
+async def tokens_of(sampler: TorchSampler, name: str, **fields: Any) -> list[int]:
+    (sequence,) = (await sampler.sample(name, ask(**fields), 0)).sequences
+    return sequence.tokens.tolist()  # type: ignore[no-any-return]
+
+
+def logits_of(model: Any, sequence: SampledSequence) -> torch.Tensor:
+    """Plain logits float64 [P + T, V] of the prompt and a response."""
+    ids = torch.cat([torch.tensor(PROMPT), torch.tensor(sequence.tokens, dtype=torch.int64)])
+    with torch.no_grad():
+        return model.double()(input_ids=ids[None]).logits[0]  # type: ignore[no-any-return]
+
+
+async def test_names_sample_with_their_own_weights_at_once() -> None:
+    """Adapters of three ranks, a whole model, and the base, whose version is 0."""
+    async with sampling(make_whole=engine) as sampler:
+        for rank, step in ((2, 5), (4, 6), (8, 7)):
+            await sampler.put(f"r{rank}", ModelOptions(rank), adapter(rank), step)
+        await sampler.put("whole", ModelOptions(0), other_model(3), 9)
+        versions = {"": 0, "r2": 5, "r4": 6, "r8": 7, "whole": 9}
+        outputs = await asyncio.gather(*(sampler.sample(n, ask(count=2), 0) for n in versions))
+        for (name, version), output in zip(versions.items(), outputs, strict=True):
+            assert len(output.sequences) == 2
+            for sequence in output.sequences:
+                assert sequence.versions == ((version, 12),)
+                assert not sequence.stopped
+                assert sequence.tokens.tolist() == await tokens_of(sampler, name)
+        made = [tuple(output.sequences[0].tokens.tolist()) for output in outputs]
+        assert len(set(made)) == len(made)
+        whole = tiny_model(3)
+        expected = logits_of(whole, outputs[-1].sequences[0])[len(PROMPT) - 1 : -1].argmax(-1)
+        assert made[-1] == tuple(expected.tolist())
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_newer_weights_are_used_in_flight_with_their_step(rank: int) -> None:
+    """Of the name that they are put for alone."""
+
+    def weights(seed: int) -> dict[str, torch.Tensor]:
+        return adapter(rank, seed) if rank else other_model(seed)
+
+    async with sampling(make_whole=engine, most_whole=2) as sampler:
+        options = ModelOptions(rank)
+        for name in "ab":
+            await sampler.put(name, options, weights(1), 3)
+        long = ask(SamplingOptions(max_tokens=None, temperature=0.0, stop=()))
+        calls = [asyncio.create_task(sampler.sample(name, long, 0)) for name in "ab"]
+        await asyncio.gather(*(tokens_of(sampler, name) for name in "ab"))  # both have begun
+        await sampler.put("a", options, weights(2), 4)
+        replaced, other = [(await call).sequences[0] for call in calls]
+        assert [step for step, _ in replaced.versions] == [3, 4]
+        assert sum(count for _, count in replaced.versions) == len(replaced.tokens)
+        assert len(replaced.tokens) == engine_context(sampler) - len(PROMPT)
+        assert other.versions == ((3, len(other.tokens)),)
+
+
+def engine_context(sampler: TorchSampler) -> int:
+    return sampler._engine.context
+
+
+async def test_logprobs_are_those_at_temperature_1_with_alternatives() -> None:
+    temperatures = (0.5, 0.0, 1.0, 2.0)
+    options = SamplingOptions(12, stop=(), top_k=7, top_p=0.9)
+    async with sampling() as sampler:
+        requests = [
+            ask(replace(options, temperature=temperature), count=2, top_k_sampled=4)
+            for temperature in temperatures
+        ]
+        plain = [replace(request, top_k_sampled=0) for request in requests]
+        outputs, same_outputs = [
+            await asyncio.gather(*(sampler.sample("", request, 11) for request in asked))
+            for asked in (requests, plain)
+        ]
+    for output, again in zip(outputs, same_outputs, strict=True):
+        for sequence, same in zip(output.sequences, again.sequences, strict=True):
+            exact = logits_of(tiny(), sequence)[len(PROMPT) - 1 : -1].log_softmax(-1)
+            chosen = exact.gather(1, torch.tensor(sequence.tokens, dtype=torch.int64)[:, None])
+            assert np.allclose(sequence.logprobs, chosen[:, 0], atol=1e-4)
+            assert np.allclose(same.logprobs, sequence.logprobs, atol=1e-5)
+            assert same.tokens.tolist() == sequence.tokens.tolist()
+            best = exact.topk(4)
+            ids = [[token for token, _ in at] for at in sequence.top]
+            assert ids == best.indices.tolist()
+            values = [[logprob for _, logprob in at] for at in sequence.top]
+            assert np.allclose(values, best.values, atol=1e-4)
+            assert same.top == ()
+            ranks = (exact > chosen).sum(-1)
+            assert int(ranks.max()) < 7
+
+
+async def test_seeds() -> None:
+    options = SamplingOptions(max_tokens=12, stop=())
+    async with sampling() as sampler:
+        first, same, other = [await sampler.sample("", ask(options), seed) for seed in (1, 1, 2)]
+        fixed = [await sampler.sample("", ask(replace(options, seed=1)), n) for n in (5, 6)]
+        texts = [each.sequences[0].tokens.tolist() for each in (first, same, other, *fixed)]
+    assert texts[0] == texts[1] == texts[3] == texts[4] != texts[2]
+
+
+async def test_what_stops_a_response_is_part_of_it() -> None:
+    async with sampling() as sampler:
+        free = await tokens_of(sampler, "", options=replace(GREEDY, max_tokens=60))
+        end = next(n for n in range(2, 60) if free[n] not in free[:n])  # first seen at its place
+        word = TOKENIZER.decode(free[end - 1 : end + 1])
+
+        async def stopped_by(stop: Any, **fields: Any) -> tuple[list[int], bool]:
+            options = SamplingOptions(60, temperature=0.0, stop=stop, **fields)
+            (sequence,) = (await sampler.sample("", ask(options), 0)).sequences
+            return sequence.tokens.tolist(), sequence.stopped
+
+        whole = (free[: end + 1], True)
+        assert await stopped_by((free[end],)) == whole
+        assert await stopped_by((VOCABULARY - 1, np.int64(free[end]))) == whole
+        assert await stopped_by((word,)) == whole
+        assert await stopped_by(("no such text",)) == (free, False)
+    with_end = TorchSampler(engine(), [free[end]])
+    try:
+        for stop in (None, ("no such text",), (VOCABULARY - 1,)):
+            output = await with_end.sample("", ask(replace(GREEDY, max_tokens=60, stop=stop)), 0)
+            assert output.sequences[0].tokens.tolist() == free[: end + 1], "the model's end"
+            assert output.sequences[0].stopped
+        output = await with_end.sample("", ask(replace(GREEDY, max_tokens=60)), 0)
+        assert output.sequences[0].tokens.tolist() == free, "nothing stops it"
+    finally:
+        await with_end.close()
+
+
+async def test_logprobs_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece, and in several."""
+    one = SamplingOptions(max_tokens=1)
+    for most in (MOST_LOGITS, 2 * VOCABULARY):
+        monkeypatch.setattr("stages.engines.torch.rollout.MOST_LOGITS", most)
+        async with sampling() as sampler:
+            await sampler.put("a", ModelOptions(4), adapter(4), 3)
+            output = await sampler.sample("", ask(one, prompt_logprobs=True, top_k_prompt=2), 0)
+            adapted = await sampler.sample("a", ask(one, prompt_logprobs=True), 0)
+            tops = await sampler.sample("", ask(one, top_k_prompt=2), 0)
+            short = await sampler.sample("", ask(one, prompt=PROMPT[:1], prompt_logprobs=True), 0)
+            none = await sampler.sample("", ask(one), 0)
+        exact = logits_of(tiny(), output.sequences[0])[: len(PROMPT) - 1].log_softmax(-1)
+        expected = exact.gather(1, torch.tensor(PROMPT)[1:, None])[:, 0]
+        logprobs = output.prompt_logprobs
+        assert logprobs is not None
+        assert logprobs.dtype == np.float32
+        assert logprobs.shape == PROMPT.shape
+        assert np.isnan(logprobs[0])
+        assert np.allclose(logprobs[1:], expected, atol=1e-4)
+        assert adapted.prompt_logprobs is not None
+        assert not np.allclose(adapted.prompt_logprobs[1:], expected, atol=1e-2)
+        assert output.prompt_top == tops.prompt_top
+        assert [len(at) for at in output.prompt_top] == [0, 2, 2, 2, 2, 2]
+        best = exact.topk(2).indices.tolist()
+        assert [[token for token, _ in at] for at in output.prompt_top[1:]] == best
+        assert tops.prompt_logprobs is None
+        assert short.prompt_logprobs is not None
+        assert np.isnan(short.prompt_logprobs).tolist() == [True]
+        assert (none.prompt_logprobs, none.prompt_top, none.cached_tokens) == (None, (), 0)
+
+
+REFUSALS: dict[str, tuple[Callable[[int], SampleRequest], str]] = {
+    "empty": (lambda _: ask(prompt=PROMPT[:0]), "prompt_ids"),
+    "negative": (lambda _: ask(prompt=np.array([3, -1])), r"has -1\.\.3; the model knows"),
+    "unknown": (lambda _: ask(prompt=np.array([VOCABULARY])), "the model knows 0"),
+    "floats": (lambda _: ask(prompt=PROMPT.astype(np.float64)), "give int64"),
+    "long": (lambda c: ask(replace(GREEDY, max_tokens=c)), r"6 prompt tokens \+ max_tokens \d+ >"),
+    "none fits": (lambda c: ask(prompt=np.ones(c, np.int64)), "prompt: has .* room for none"),
+    "no tokens": (lambda _: ask(replace(GREEDY, max_tokens=0)), "max_tokens >= 1"),
+    "hot": (lambda _: ask(replace(GREEDY, temperature=1e9)), "temperature is 1e"),
+    "cold": (lambda _: ask(replace(GREEDY, temperature=-1.0)), "temperature is -1"),
+    "top_p": (lambda _: ask(replace(GREEDY, top_p=0.0)), "top_p is 0"),
+    "top_k": (lambda _: ask(replace(GREEDY, top_k=-2)), "top_k = -2"),
+    "stop": (lambda _: ask(replace(GREEDY, stop=("",))), "may not be empty"),
+    "count": (lambda _: ask(count=0), "count = 0"),
+    "many": (lambda _: ask(count=1025), "count = 1025: is out of range; give 1 to 1024"),
+    "prompt's": (lambda _: ask(top_k_prompt=1025), "top_k_prompt = 1025"),
+    "sampled": (lambda _: ask(top_k_sampled=-1), "top_k_sampled = -1"),
+}
+
+
+async def test_requests_that_cannot_be_served_are_refused() -> None:
+    async with sampling() as sampler:
+        context = engine_context(sampler)
+        for request, message in REFUSALS.values():
+            with pytest.raises(CallRefused, match=message):
+                await sampler.sample("", request(context), 0)
+        with pytest.raises(CallRefused, match='model = "x": has no weights here'):
+            await sampler.sample("x", ask(), 0)
+        unbounded = SamplingOptions(max_tokens=None, top_k=-1, stop=())
+        full = await sampler.sample("", ask(unbounded), 0)
+        assert len(full.sequences[0].tokens) == context - len(PROMPT)
+
+
+async def test_weights_that_cannot_be_used_are_refused_and_change_nothing() -> None:
+    async with sampling() as sampler:
+        await sampler.put("a", ModelOptions(2), adapter(2), 1)
+        before = await tokens_of(sampler, "a")
+        for name, options, weights, message in (
+            ("a", ModelOptions(4), adapter(4), "remove it first, or keep its options"),
+            ("a", ModelOptions(2), adapter(4), "another rank, scale or other layers"),
+            ("b", ModelOptions(2), {}, "of one rank"),
+            ("", ModelOptions(2), adapter(2), "is the base model"),
+            ("w", ModelOptions(0), other_model(1), "whole models are off"),
+        ):
+            with pytest.raises(CallRefused, match=message):
+                await sampler.put(name, options, weights, 2)
+        assert await tokens_of(sampler, "a") == before
+        for name in ("b", "", "w"):
+            with pytest.raises(CallRefused, match="has no weights here"):
+                await sampler.remove(name)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_a_removed_name_fails_its_own_samples_and_may_come_again(rank: int) -> None:
+    weights = adapter(rank) if rank else other_model(1)
+    async with sampling(make_whole=engine) as sampler:
+        for name in ("a", "b")[: 2 if rank else 1]:
+            await sampler.put(name, ModelOptions(rank), weights, 1)
+        long = ask(SamplingOptions(max_tokens=None, temperature=0.0, stop=()), count=4)
+        removed = asyncio.create_task(sampler.sample("a", long, 0))
+        other = asyncio.create_task(sampler.sample("b" if rank else "", long, 0))
+        await tokens_of(sampler, "a")  # they have begun
+        await sampler.remove("a")
+        with pytest.raises(CallRefused, match='model = "a": was removed'):
+            await removed
+        with pytest.raises(CallRefused, match='model = "a": has no weights here'):
+            await sampler.sample("a", ask(), 0)
+        assert len((await other).sequences) == 4
+        await sampler.put("a", ModelOptions(8), adapter(8), 2)
+        assert (await sampler.sample("a", ask(), 0)).sequences[0].versions == ((2, 12),)
+
+
+async def test_the_engines_of_whole_models_are_bounded() -> None:
+    """The one that was used longest ago gives way when it has no requests, and comes again."""
+    opened: list[TorchRolloutEngine] = []
+
+    def make() -> TorchRolloutEngine:
+        opened.append(engine())
+        assert sum(not each._closed for each in opened) <= 2
+        return opened[-1]
+
+    async with sampling(make_whole=make, most_whole=2) as sampler:
+        names = ("a", "b", "c")
+        for step, name in enumerate(names):
+            await sampler.put(name, ModelOptions(0), other_model(step + 1), step)
+        assert not opened, "none before it samples"
+        alone = {name: await tokens_of(sampler, name) for name in names}
+        assert [each._closed for each in opened] == [True, False, False]
+        calls = [tokens_of(sampler, names[n % 3], count=1) for n in range(12)]
+        assert await asyncio.gather(*calls) == [alone[names[n % 3]] for n in range(12)]
+        await sampler.put("a", ModelOptions(0), other_model(9), 8)
+        await sampler.put("a", ModelOptions(0), other_model(2), 9)
+        assert await tokens_of(sampler, "a") == alone["b"]
+        await sampler.remove("b")
+        with pytest.raises(CallRefused, match="no weights"):
+            await tokens_of(sampler, "b")
+    assert all(each._closed for each in opened)
+
+
+async def test_a_cancelled_sample_leaves_the_engine() -> None:
+    async with sampling() as sampler:
+        long = ask(SamplingOptions(max_tokens=None, stop=()), count=8)
+        call = asyncio.create_task(sampler.sample("", long, 0))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert len(await tokens_of(sampler, "")) == 12
+        core: Any = sampler._engine
+        await core.resume()  # at a boundary
+        assert not core._batch.rows
