@@ -62,7 +62,7 @@ class History:
         self.facts = facts
         self.step = 0
         """Optimizer steps of the weights after all calls that have an outcome."""
-        self.failed = ""
+        self.failure: Failed | None = None
         """Why the model could not be created."""
         self.served = -1
         """The number up to which calls have an outcome, or are given up."""
@@ -132,7 +132,7 @@ class History:
         if "state" in answer:
             self._set_state(State(**answer["state"]))
         if seq == 0 and not request.succeeded:
-            self.failed = self.failed or answer["failed"][0]
+            self.failure = Failed(*answer["failed"])
 
     async def call(self, kind: str, seq: int, blob: bytes, **head: Any) -> str:
         """Record a call, and return its request's id. Raises Busy, CallRefused."""

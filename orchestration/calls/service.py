@@ -58,7 +58,7 @@ from stages.calls.interface import (
 
 log = structlog.get_logger()
 
-TORCH_ENTRY = "stages.calls.parts:open_parts"
+TORCH_ENTRY = "orchestration.calls.engines.torch_parts:open_parts"
 SWEEP_SECONDS = 15.0
 
 
@@ -74,7 +74,7 @@ async def open_service(
     """Yield the service of ``folder``, with an engine for each of ``bases``.
 
     ``entry`` opens the parts of an engine with ``engine_options``, see
-    :data:`orchestration.calls.engines.process.Opening`. Raises Locked where another process serves
+    :data:`orchestration.calls.engines.parts.Opening`. Raises Locked where another process serves
     the folder, JournalDamaged, OSError, ValueError.
     """
     (folder / "sessions").mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ class Service:
             self._served[facts.base].engine.base.tokenizer,
             facts.metadata,
             model.last_request,
-            bool(model.failed),
+            model.failure is not None,
         )
 
     async def models(self, owner: str) -> Sequence[ModelInfo]:

@@ -66,7 +66,7 @@ class TrainedModel:
 
     def __init__(self, folder: Path, history: History, surroundings: Surroundings) -> None:
         self.history = history
-        self.failed = history.failed
+        self.failure = history.failure
         """Why no call of it can be served."""
         self.last_request = time.time()
         self._folder = folder
@@ -116,7 +116,7 @@ class TrainedModel:
 
     async def _serve_one(self) -> None:
         """Have the engine make the calls up to the first one without an outcome, and that one."""
-        if not self.failed:
+        if self.failure is None:
             await self._load()
         while True:
             request = self.history.after(self._cursor)
@@ -125,7 +125,7 @@ class TrainedModel:
                 self._doubt = self._doubt or f"call {self._cursor + 1} has not come"
             if request.outcome is None:
                 break
-            if not self.failed:
+            if self.failure is None:
                 await self._repeat(request)
             self._cursor = seq
         facts: dict[str, Any] = {}
@@ -156,7 +156,7 @@ class TrainedModel:
             if request.kind == "optim_step" and self._loaded.present:
                 await self._drop_gradients()
         self.history.answer(request, outcome, facts)
-        self.failed = self.failed or self.history.failed
+        self.failure = self.failure or self.history.failure
         self._cursor = seq
         if request.kind == "optim_step" and self.history.is_long:
             await self._save_state()
@@ -174,8 +174,9 @@ class TrainedModel:
             try:
                 _, blob = await self._run_call(request)
             except (CallRefused, NotFinite) as error:
-                self.failed = f"{request.request_id} cannot be made again: {error}"
-                log.error("ALARM: a model cannot be rebuilt", reason=self.failed)
+                reason = f"{request.request_id} cannot be made again: {error}"
+                self.failure = Failed(reason, by_client=False)
+                log.error("ALARM: a model cannot be rebuilt", reason=reason)
                 return
             if zlib.crc32(blob) != request.outcome.head["result"]:
                 log.error(
@@ -202,9 +203,11 @@ class TrainedModel:
     async def _serve(self, request: Request, facts: dict[str, Any]) -> bytes:
         """Return the result; ``facts`` gets what is recorded beside it."""
         head = request.head
-        if self.failed or "refused" in head:
-            wrong = head.get("refused") or f"the model cannot be used: {self.failed}"
-            raise CallRefused(message=wrong)
+        if "refused" in head:
+            raise CallRefused(message=head["refused"])
+        if self.failure is not None:
+            wrong = f"the model cannot be used: {self.failure.message}"
+            raise CallRefused(message=wrong) if self.failure.by_client else EngineFailed(wrong)
         result: dict[str, Any] = {"model_id": self.facts.model_id}
         match request.kind:
             case "forward" | "forward_backward":
@@ -312,7 +315,7 @@ class TrainedModel:
         except (CallRefused, EngineFailed) as error:
             if self.history.served >= 0 and isinstance(error, EngineFailed):
                 raise
-            self.failed = str(error)
+            self.failure = Failed(str(error), by_client=isinstance(error, CallRefused))
             return
         self._cursor = state.seq
         self._doubt = ""

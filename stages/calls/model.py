@@ -96,6 +96,10 @@ class TorchCalledModel:
         grad_norm = self._engine.optimizer_step()
         return {"grad_norm": grad_norm, "learning_rate": options.learning_rate}
 
+    def forget_gradients(self) -> None:
+        """See :class:`stages.calls.interface.CalledModel`."""
+        self._engine.forget_gradients()
+
     def adapter(self) -> dict[str, Any]:
         """See :class:`stages.calls.interface.CalledModel`. Tensors are on the CPU, in the dtype of
         the arithmetic."""

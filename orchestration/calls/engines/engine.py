@@ -50,7 +50,7 @@ class NotFinite(ValueError):
 
 class Engine:
     """The process that serves ``base``. ``entry``: "module:function" that opens its parts (an
-    :data:`~orchestration.calls.engines.process.Opening`) with ``options``; ``log_file``: of its
+    :data:`~orchestration.calls.engines.parts.Opening`) with ``options``; ``log_file``: of its
     output; ``restarts``: ends without any answer before, after which it counts as down."""
 
     def __init__(

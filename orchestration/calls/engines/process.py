@@ -14,9 +14,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -32,24 +31,14 @@ from orchestration.calls.engines.encoding import (
     unpack_pass,
     unpack_request,
 )
+from orchestration.calls.engines.parts import Opening, Parts
 from orchestration.streams import open_outputs
-from stages.calls.interface import CalledModel, CallRefused, ModelOptions, Sampler, ServedBase
+from stages.calls.interface import CalledModel, CallRefused, ModelOptions, ServedBase
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
 COPIES = 4  # of the weights of a model in training: with gradients and two moments
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What serves a base model: it makes models on it, and samples with their weights."""
-
-    new_model: Callable[[ModelOptions], CalledModel]
-    sampler: Sampler
-
-
-Opening = Callable[[ServedBase, Mapping[str, Any]], Awaitable[Parts]]
 
 
 class Absent(LookupError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestration.calls.engines.process import Parts
+from orchestration.calls.engines.parts import Parts
 from stages.calls.interface import (
     AdamOptions,
     CallRefused,
