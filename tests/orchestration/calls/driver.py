@@ -61,8 +61,8 @@ async def call(client: Client, number: int) -> Acknowledged:
             return await client.step(learning_rate=1e-2)
         case 6:
             return await client.save(f"after-{number}")
-        case 7 if number > 20:
-            return await client.load(f"tinker://{client.model_id}/weights/after-{number - 21}")
+        case 7 if number % 30 == 17:
+            return await client.load(f"tinker://{client.model_id}/weights/after-{number - 11}")
         case 9:
             return await client.snapshot(number)
     return await client.train(*data(number))
@@ -81,7 +81,7 @@ async def sample(client: Client, number: int) -> str:
 async def main(settings: Mapping[str, Any]) -> None:
     folder = Path(settings["folder"])
     base = ServedBase(settings["base"], settings["base"], 256, "x")
-    options = CallOptions(state_steps=3, gap_seconds=30.0)
+    options = CallOptions(state_steps=5, gap_seconds=30.0, attempts=100)
     engine = {"entry": settings["entry"], "engine_options": settings["engine_options"]}
     async with open_service(folder, [base], options, **engine) as service:
         session_id = settings["session"]

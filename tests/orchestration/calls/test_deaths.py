@@ -11,7 +11,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from tests.orchestration.calls.services import ENTRY, SECONDS, Client, datum, sm
 from tests.orchestration.calls.small_engine import KILLING_TOKEN
 
 CALLS = 60
-KILLS = 8
-DEADLINE = 300.0
+KILLS = 10
+DEADLINE = 60.0
 
 
 class Driver:
@@ -45,10 +45,11 @@ class Driver:
         }
         self.lines = list[str]()
         self.output = ""
+        self.kills = 0
 
-    async def run(self, kill_after: int | None = None, chance: random.Random | None = None) -> bool:
-        """Run it, and kill it after so many acknowledged calls or answers. Returns whether it came
-        to its end."""
+    async def run(self, chance: random.Random | None = None) -> bool:
+        """Run it to its end, or by ``chance`` until it is killed; its engine is killed too, now and
+        then. Returns whether it came to its end."""
         self.lines.clear()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.orchestration.calls.driver", json.dumps(self.settings)),
@@ -56,19 +57,18 @@ class Driver:
             stderr=STDOUT,
         )
         assert process.stdout is not None
-        told = 0
+        until_kill = 0 if chance is None else chance.randrange(1, 12)
         try:
             async with asyncio.timeout(DEADLINE):
                 async for raw in process.stdout:
                     line = raw.decode().rstrip()
                     self.output += line + "\n"
                     self._read(line)
-                    told += line.startswith(("acknowledged", "answer"))
-                    if kill_after is not None and told >= kill_after:
-                        assert chance is not None
+                    until_kill -= line.startswith(("acknowledged", "answer"))
+                    if chance is not None and until_kill == 0 and self.kills < KILLS:
                         await asyncio.sleep(chance.random() / 50)  # anywhere in what follows
                         self._kill(process.pid, chance)
-                        kill_after = None
+                        until_kill = chance.randrange(1, 12)
                 return await process.wait() == 0
         finally:
             if process.returncode is None:
@@ -85,9 +85,10 @@ class Driver:
                 self.lines.append(line)
 
     def _kill(self, server: int, chance: random.Random) -> None:
-        children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-        victim = chance.choice([server, *map(int, children)])
-        os.kill(victim, signal.SIGKILL)
+        self.kills += 1
+        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended just now
+            children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+            os.kill(chance.choice([server, *map(int, children)]), signal.SIGKILL)
 
 
 async def undisturbed(folder: Path, **settings: Any) -> list[str]:
@@ -101,9 +102,8 @@ async def killed(folder: Path, seed: int, **settings: Any) -> list[str]:
     chance = random.Random(seed)
     driver = Driver(folder, **settings)
     folder.mkdir()
-    for _ in range(KILLS):
-        await driver.run(chance.randrange(1, 25), chance)
-    assert await driver.run(), driver.output
+    while not await driver.run(chance):
+        assert driver.kills <= KILLS, driver.output
     assert "ALARM" not in driver.output
     return driver.lines
 
