@@ -33,6 +33,7 @@ from orchestration.calls.engines.turns import Places
 from orchestration.calls.history import Facts
 from orchestration.calls.interface import (
     Acknowledged,
+    Busy,
     CallOptions,
     CheckpointInfo,
     Done,
@@ -198,6 +199,7 @@ class Service:
     async def _create(
         self, session: Session, number: int, facts: Facts, kind: Kind, blob: bytes, **head: Any
     ) -> Acknowledged:
+        self._must_start(facts.base)
         with busy_disk():
             model = await self._sessions.open_model(session, number, facts)
         request_id = await model.history.call(kind, 0, blob, **head)
@@ -228,6 +230,7 @@ class Service:
         self, owner: str, model_id: str, seq_id: int, kind: Kind, blob: bytes, **head: Any
     ) -> Acknowledged:
         model = self._sessions.model(owner, model_id, for_calls=True)
+        self._must_start(model.facts.base)
         if not 0 < seq_id < 2**31:
             raise CallRefused(message=f"seq_id {seq_id}: give 1, 2, … to a model's calls")
         if len(blob) > self._options.call_bytes:
@@ -239,6 +242,11 @@ class Service:
         model.last_request = time.time()
         request_id = await model.history.call(kind, seq_id, blob, **head)
         return Acknowledged(request_id, model_id)
+
+    def _must_start(self, base: str) -> None:
+        """Raise Busy where nothing would serve a call on ``base``."""
+        if self._served[base].engine.down:
+            raise Busy(f"the engine of {base!r} does not start; its log has the reason", 30.0)
 
     async def refuse(
         self, owner: str, model_id: str, seq_id: int, kind: Kind, message: str
@@ -419,7 +427,7 @@ class Service:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_SECONDS)
+            await asyncio.sleep(min(SWEEP_SECONDS, self._options.silent_seconds))
             for session in self._sessions:
                 try:
                     await session.sweep()

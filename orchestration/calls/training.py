@@ -122,7 +122,7 @@ class TrainedModel:
             request = self.history.after(self._cursor)
             seq = request.head["seq"]
             if seq > self._cursor + 1:
-                self._doubt = self._doubt or f"call {self._cursor + 1} has not come"
+                self._suspect(f"call {self._cursor + 1} has not come")
             if request.outcome is None:
                 break
             if self.failure is None:
@@ -152,7 +152,7 @@ class TrainedModel:
         seq = request.head["seq"]
         if isinstance(outcome, Failed):
             if request.kind == "forward_backward":
-                self._doubt = self._doubt or f"call {seq}, forward_backward, has failed"
+                self._suspect(f"call {seq}, forward_backward, has failed")
             if request.kind == "optim_step" and self._loaded.present:
                 await self._drop_gradients()
         self.history.answer(request, outcome, facts)
@@ -161,6 +161,10 @@ class TrainedModel:
         if request.kind == "optim_step" and self.history.is_long:
             await self._save_state()
 
+    def _suspect(self, reason: str) -> None:
+        """Let the next optimizer step fail, for the first such ``reason``."""
+        self._doubt = self._doubt or reason
+
     async def _repeat(self, request: Request) -> None:
         """Have the engine make a call that it has answered before."""
         if request.kind not in ("forward_backward", "optim_step"):
@@ -168,7 +172,7 @@ class TrainedModel:
         if request.kind == "optim_step" and not request.succeeded:
             await self._drop_gradients()
         elif not request.succeeded:
-            self._doubt = self._doubt or f"call {request.head['seq']} has failed"
+            self._suspect(f"call {request.head['seq']}, forward_backward, has failed")
         else:
             assert request.outcome is not None
             try:

@@ -49,7 +49,10 @@ def digest(value: Any) -> str:
 
 def data(number: int) -> list[Datum]:
     tokens = (np.arange(10) * (number + 3)) % TOKENS
-    inputs = {"target_tokens": np.roll(tokens, -1), "weights": np.ones(10, np.float32)}
+    inputs: dict[str, np.ndarray] = {
+        "target_tokens": np.roll(tokens, -1),
+        "weights": np.ones(10, np.float32),
+    }
     return [Datum(tokens, inputs)] * (1 + number % 3)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import resource
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,17 @@ async def small_service(
         folder, bases, CallOptions(**options), entry=ENTRY, engine_options=engine_options
     ) as service:
         yield service
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """The kernel refuses this process what makes a file longer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def datum(*tokens: int, **rest: Any) -> Datum:

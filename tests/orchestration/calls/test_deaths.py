@@ -10,18 +10,27 @@ import resource
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestration.calls.interface import Busy, CallOptions, Failed
+from orchestration.calls.interface import Busy, Failed
 from orchestration.calls.journal import JournalDamaged
-from orchestration.calls.service import TORCH_ENTRY, open_service
-from stages.calls.interface import ServedBase
-from tests.orchestration.calls.services import ENTRY, SECONDS, Client, datum, small_service
+from orchestration.calls.service import TORCH_ENTRY
+from orchestration.processes.handles import Process
+from pipeline.locks import Locked
+from stages.calls.interface import ModelOptions, ServedBase
+from tests.orchestration.calls.services import (
+    ENTRY,
+    SECONDS,
+    Client,
+    datum,
+    files_of_at_most,
+    prompt,
+    small_service,
+)
 from tests.orchestration.calls.small_engine import KILLING_TOKEN
 
 CALLS = 60
@@ -93,7 +102,7 @@ class Driver:
 
 async def undisturbed(folder: Path, **settings: Any) -> list[str]:
     driver = Driver(folder, **settings)
-    folder.mkdir()
+    os.mkdir(folder)
     assert await driver.run(), driver.output
     return driver.lines
 
@@ -101,7 +110,7 @@ async def undisturbed(folder: Path, **settings: Any) -> list[str]:
 async def killed(folder: Path, seed: int, **settings: Any) -> list[str]:
     chance = random.Random(seed)
     driver = Driver(folder, **settings)
-    folder.mkdir()
+    os.mkdir(folder)
     while not await driver.run(chance):
         assert driver.kills <= KILLS, driver.output
     assert "ALARM" not in driver.output
@@ -126,3 +135,122 @@ async def test_so_it_is_with_a_model_of_torch(tmp_path: Path) -> None:
     }
     expected = await undisturbed(tmp_path / "undisturbed", **torch)
     assert await killed(tmp_path / "killed", 1, **torch) == expected
+
+
+def engine_of(server: int) -> int:
+    """Return the process of the one engine that ``server`` has."""
+    (engine,) = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return int(engine)
+
+
+async def test_samples_that_an_engine_takes_with_it_are_made_again(tmp_path: Path) -> None:
+    async with small_service(tmp_path) as service:
+        client = await Client.create(service)
+        sampler = (await client.done(await client.snapshot(0)))["sampling_session_id"]
+        before = await client.sampled(sampler, 0)
+        asked = await service.sample("ann", sampler, 1, prompt(hundredths=50))
+        await client.train(datum(1))
+        await client.done(await client.step())  # the engine has the sample, and goes on with it
+        os.kill(engine_of(os.getpid()), signal.SIGKILL)
+        again = await client.done(asked)
+        assert again.sequences[0].tokens.tolist() == before.sequences[0].tokens.tolist()
+
+
+async def test_a_call_that_ends_the_engine_each_time_fails_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    async with small_service(tmp_path, attempts=2) as service:
+        client = await Client.create(service)
+        neighbour = await Client.create(service, owner="bob")
+        await neighbour.train(datum(1))
+        deadly = await client.train(datum(KILLING_TOKEN))
+        step = await client.step()
+        failed = await client.result(deadly)
+        assert isinstance(failed, Failed)
+        assert not failed.by_client
+        assert "the engine has ended 2 times during this call" in failed.message
+        assert "forward_backward, has failed" in await client.failure(step)
+        await client.train(datum(1))
+        await client.done(await client.step())
+        metrics = await neighbour.done(await neighbour.step())
+        assert metrics == await client.done(f"{client.model_id}:4")  # of the same data
+
+
+async def test_an_engine_that_does_not_start_is_said(tmp_path: Path) -> None:
+    missing = ServedBase("small", "missing", 1000, "x")
+    async with small_service(tmp_path, bases=[missing], restarts=1) as service:
+        session = await service.open_session("ann", tags=[], metadata={})
+        sampler = await service.open_sampler("ann", session, 0, base="small", path=None)
+        asked = await service.sample("ann", sampler.sampler_id, 0, prompt())
+        result = await service.result("ann", asked.request_id, SECONDS)
+        assert isinstance(result, Failed)
+        assert result.again
+        assert "engine-0.log has the reason" in result.message
+        with pytest.raises(Busy, match="does not start"):
+            await service.create_model("ann", session, 0, "small", ModelOptions(), {})
+    assert "FileNotFoundError" in (tmp_path / "engine-0.log").read_text()
+
+
+async def test_a_full_disk_refuses_calls_whole_and_the_service_goes_on(tmp_path: Path) -> None:
+    async with small_service(tmp_path) as service:
+        client = await Client.create(service)
+        await client.done(await client.train(datum(1)))
+        with files_of_at_most(20_000), pytest.raises(Busy, match="free room there"):
+            await client.train(datum(*range(5000)))
+        await client.done(await client.train(datum(*range(5000)), seq=2))
+        await client.done(await client.step())
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        engine = engine_of(os.getpid())
+        limits = resource.prlimit(engine, resource.RLIMIT_FSIZE, (10, hard))
+        before = await client.logprobs()
+        assert "File too large" in await client.failure(await client.save("a"))
+        assert await service.checkpoints("ann") == []
+        assert await client.logprobs() == before
+        resource.prlimit(engine, resource.RLIMIT_FSIZE, limits)
+        await client.done(await client.save("a"))
+    assert os.listdir(tmp_path / "checkpoints" / "partial") == []
+
+
+async def test_a_damaged_journal_is_named_and_a_torn_one_goes_on(tmp_path: Path) -> None:
+    async with small_service(tmp_path) as service:
+        client = await Client.create(service)
+        for _ in range(3):
+            await client.train(datum(1))
+            await client.done(await client.step())
+        said = await client.logprobs()
+    journal = tmp_path / "sessions" / client.session_id / "train.0" / "journal"
+    content = bytearray(journal.read_bytes())
+    journal.write_bytes(content + content[16:40])
+    async with small_service(tmp_path) as service:
+        again = Client(service, client.session_id, 0, "ann")
+        again.seq = client.seq
+        assert await again.logprobs() == said
+    content = bytearray(journal.read_bytes())
+    content[len(content) // 2] ^= 255
+    journal.write_bytes(content)
+    with pytest.raises(JournalDamaged, match=rf"{journal}: offset \d+ cannot be read"):
+        async with small_service(tmp_path):
+            pass
+
+
+async def test_the_engine_ends_with_its_server(tmp_path: Path) -> None:
+    driver = Driver(tmp_path)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.orchestration.calls.driver", json.dumps(driver.settings)),
+        stdout=PIPE,
+    )
+    assert process.stdout is not None
+    while not (await process.stdout.readline()).startswith(b"acknowledged"):
+        pass
+    engine = Process.of(engine_of(process.pid))
+    process.kill()
+    async with asyncio.timeout(SECONDS):
+        await process.wait()
+        await engine.wait()
+
+
+async def test_two_services_do_not_share_a_folder(tmp_path: Path) -> None:
+    async with small_service(tmp_path):
+        with pytest.raises(Locked, match="give another folder"):
+            async with small_service(tmp_path):
+                pass

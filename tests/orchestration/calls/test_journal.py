@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from orchestration.calls.journal import FILE_HEAD_BYTES, FRAME, Journal, JournalDamaged, Record
+from tests.orchestration.calls.services import files_of_at_most
 
 
 async def written(journal: Journal, *records: Record) -> None:
@@ -37,17 +35,6 @@ async def blobs_of(path: Path) -> list[bytes]:
     blobs = [journal.read(record) for record in records]
     await journal.close()
     return blobs
-
-
-@contextmanager
-def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """The kernel refuses this process what makes a file longer."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 async def test_records_come_back_in_their_order_with_their_blobs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import tarfile
 from pathlib import Path
@@ -20,6 +21,7 @@ from stages.calls.interface import (
     ServedBase,
 )
 from tests.orchestration.calls.services import SECONDS, Client, datum, prompt, small_service
+from tests.orchestration.calls.small_engine import CALLS
 
 
 def size_of(path: Path) -> int:
@@ -492,3 +494,54 @@ async def test_a_finished_session_takes_no_calls_and_its_checkpoints_stay(tmp_pa
         )
         await Client(service, session, 0, "ann").done(created)
         assert "samplers" not in os.listdir(tmp_path / "sessions" / client.session_id)
+
+
+async def test_a_flood_of_an_owner_delays_each_call_of_another_by_one_call_at_most(
+    tmp_path: Path,
+) -> None:
+    async with small_service(tmp_path) as service:
+        flood = [await Client.create(service, owner="flood", seed=seed) for seed in range(1, 5)]
+        mine = await Client.create(service, owner="ann", seed=99)
+        waiting = [await client.train(datum(1)) for _ in range(40) for client in flood]
+        requests = await asyncio.gather(*(mine.train(datum(1)) for _ in range(10)))
+        for request in requests:
+            await mine.done(request)
+        for request in waiting:
+            await flood[0].service.result("flood", request.request_id, SECONDS)
+    calls = (tmp_path / CALLS).read_text().split()
+    places = [place for place, seed in enumerate(calls) if seed == "99"]
+    between = [later - earlier - 1 for earlier, later in itertools.pairwise(places)]
+    assert len(places) == 10
+    assert max(between) <= 1
+    assert len(calls) == 170
+
+
+async def test_clients_side_by_side_get_the_bits_that_each_gets_alone(tmp_path: Path) -> None:
+    async def train(client: Client, tokens: int) -> list[float]:
+        said = list[float]()
+        for token in range(20):
+            await client.train(datum(token, tokens))
+            await client.step()
+            said += await client.logprobs()
+        return said
+
+    async with small_service(tmp_path / "alone") as service:
+        alone = [await train(await Client.create(service, seed=seed), seed) for seed in (1, 2)]
+    async with small_service(tmp_path / "together") as service:
+        first = await Client.create(service, owner="ann", seed=1)
+        second = await Client.create(service, owner="bob", seed=2)
+        assert await asyncio.gather(train(first, 1), train(second, 2)) == alone
+
+
+async def test_a_silent_sessions_models_are_unloaded_and_come_back(tmp_path: Path) -> None:
+    async with small_service(tmp_path, silent_seconds=0.1) as service:
+        client = await Client.create(service)
+        await client.train(datum(1))
+        await client.done(await client.step())
+        before = await client.logprobs()
+        folder = tmp_path / "sessions" / client.session_id / "train.0"
+        async with asyncio.timeout(SECONDS):
+            while not any(name.startswith("state") for name in os.listdir(folder)):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)  # its state is saved when it is unloaded
+        assert await client.logprobs() == before
+        await service.heartbeat("ann", client.session_id)
