@@ -148,9 +148,9 @@ class History:
         self.requests.answer(request, outcome, **facts)
         self._count(request)
 
-    def first_unserved(self) -> tuple[int, float]:
-        """Return the lowest number without an outcome, and since when one waits."""
-        return min(self.unserved), min(self._by_seq[seq].arrived for seq in self.unserved)
+    def waiting_since(self) -> float:
+        """Return when the first of the calls without an outcome came."""
+        return min(self._by_seq[seq].arrived for seq in self.unserved)
 
     def after(self, seq: int) -> Request:
         """Return the call that follows ``seq``: the next one, or the next that there is."""
@@ -195,9 +195,13 @@ class History:
         await self._journal.rewrite(self._live)
         await asyncio.to_thread(self._remove_states)
 
-    async def sweep(self) -> None:
-        """Forget answers that were read, as far as no state needs them. Raises OSError."""
-        if self._forgettable():
+    async def sweep(self, *, finished: bool) -> None:
+        """Forget answers that were read, as far as they are in the state; ``finished``: and the
+        state itself. Raises OSError."""
+        last = State(self.served, self.step)
+        if finished and not self.unserved and self.state != last:
+            await self.shorten(last)
+        elif self._forgettable():
             await self.shorten(self.state)
 
     def _forgettable(self) -> list[Request]:

@@ -149,7 +149,7 @@ class Journal:
         try:
             while self._pending:
                 if isinstance(self._pending[0], _Rewrite):
-                    await self._replace(self._pending.popleft())  # type: ignore[arg-type]
+                    await self._exchange(self._pending.popleft())  # type: ignore[arg-type]
                 else:
                     await self._write()
         finally:
@@ -195,7 +195,7 @@ class Journal:
         self.size += len(frame)
         return [begin + offset for offset in offsets]
 
-    async def _replace(self, rewrite: _Rewrite) -> None:
+    async def _exchange(self, rewrite: _Rewrite) -> None:
         live = [record for record in rewrite.live() if record is not None and record.blob is None]
         live.sort(key=attrgetter("offset"))
         try:

@@ -147,9 +147,9 @@ class Session:
     async def record(self, **head: Any) -> None:
         """Record what stays. Raises OSError."""
         record = self._journal.append(head)
+        self._facts_records.append(record)
         assert record.written is not None
         await asyncio.shield(record.written)
-        self._facts_records.append(record)
 
     # --- samplers
 
@@ -323,7 +323,7 @@ class Session:
         if silent and not self.asleep:
             await self.unload()
         for model in self.models.values():
-            await model.sweep()
+            await model.sweep(finished=self.finished)
         forgettable = self.requests.forgettable(self._options)
         if len(forgettable) >= SHORTEN_RECORDS:
             for request in forgettable:

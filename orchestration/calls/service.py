@@ -61,6 +61,8 @@ log = structlog.get_logger()
 
 TORCH_ENTRY = "orchestration.calls.engines.torch_parts:open_parts"
 SWEEP_SECONDS = 15.0
+FACTS_BYTES = 1 << 16  # of a session's or a call's metadata, names and options
+MOST_SPANS = 1 << 16  # of sampled tokens, in the data of one call
 
 
 @asynccontextmanager
@@ -128,6 +130,11 @@ class Service:
         metadata: Mapping[str, Any],
         display_name: str = "",
     ) -> str:
+        if (
+            len(pack_output({"tags": tags, "metadata": metadata, "name": display_name}))
+            > FACTS_BYTES
+        ):
+            raise CallRefused(message=f"user_metadata and tags: at most {FACTS_BYTES} bytes")
         with busy_disk():
             session = await self._sessions.open(owner, tags, metadata, display_name)
         return session.facts.session_id
@@ -233,10 +240,11 @@ class Service:
         self._must_start(model.facts.base)
         if not 0 < seq_id < 2**31:
             raise CallRefused(message=f"seq_id {seq_id}: give 1, 2, … to a model's calls")
-        if len(blob) > self._options.call_bytes:
+        limit = self._options.call_bytes if "data" in head else FACTS_BYTES
+        if len(blob) > limit:
             head = {
-                "refused": f"the call has {len(blob)} bytes, at most {self._options.call_bytes} "
-                f"are taken; send its data in several calls"
+                "refused": f"the call has {len(blob)} bytes, at most {limit} are taken; send its "
+                f"data in several calls"
             }
             blob = b""
         model.last_request = time.time()
@@ -273,7 +281,11 @@ class Service:
             "data": len(data),
             "tokens": sum(int(datum.tokens.size) for datum in data),
         }
-        if any(datum.sampled for datum in data):
+        spans = sum(len(datum.sampled) for datum in data)
+        if spans > MOST_SPANS:
+            message = f"data: {spans} spans of sampled tokens, at most {MOST_SPANS} are taken"
+            return await self.refuse(owner, model_id, seq_id, kind, message)
+        if spans:
             head["sampled"] = [datum.sampled for datum in data]
         return await self._call(owner, model_id, seq_id, kind, blob, **head)
 

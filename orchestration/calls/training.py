@@ -103,11 +103,13 @@ class TrainedModel:
         while True:
             timeout = None
             if history.unserved:
-                first, arrived = history.first_unserved()
-                timeout = arrived + self._around.options.gap_seconds - time.monotonic()
-                if timeout <= 0:
-                    history.served = max(history.served, first - 1)
+                first = min(history.unserved)
                 if first <= history.served + 1:
+                    return
+                timeout = history.waiting_since() + self._around.options.gap_seconds
+                timeout -= time.monotonic()
+                if timeout <= 0:
+                    history.served = first - 1
                     return
             history.changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -346,11 +348,11 @@ class TrainedModel:
         except (EngineFailed, OSError) as error:
             log.error("a state could not be saved", model=self.facts.model_id, reason=str(error))
 
-    async def sweep(self) -> None:
-        """Forget answers that were read."""
+    async def sweep(self, *, finished: bool) -> None:
+        """Forget answers that were read; ``finished``: and the state, as no calls come any more."""
         async with self._lock:
             with contextlib.suppress(OSError):
-                await self.history.sweep()
+                await self.history.sweep(finished=finished)
 
     async def close(self) -> None:
         self._running.cancel()

@@ -60,10 +60,9 @@ class Served:
             step=weights.step,
         )
         self._held[weights.name] = (self.engine.generation, weights.step)
-        for name in [name for name in self._held if not self._users[name]]:
-            if len(self._held) <= self._most:
-                break
-            await self.remove(name)
+        for name in list(self._held):
+            if len(self._held) > self._most:
+                await self.remove(name)
 
     async def sample(
         self, weights: Weights | None, owner: str, sampler_id: str, seed: int, request: bytes
@@ -101,6 +100,6 @@ class Served:
                 del self._users[name]
 
     async def remove(self, name: str) -> None:
-        """Forget weights, if it has them."""
-        if self._held.pop(name, (0, 0))[0] == self.engine.generation:
+        """Forget weights, if the engine has them and no request needs them."""
+        if not self._users[name] and self._held.pop(name, (0, 0))[0] == self.engine.generation:
             await self.engine.call("remove", name=name)

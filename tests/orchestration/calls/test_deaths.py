@@ -211,6 +211,19 @@ async def test_a_full_disk_refuses_calls_whole_and_the_service_goes_on(tmp_path:
     assert os.listdir(tmp_path / "checkpoints" / "partial") == []
 
 
+async def test_an_answer_for_which_there_is_no_room_waits_for_it(tmp_path: Path) -> None:
+    async with small_service(tmp_path) as service:
+        client = await Client.create(service)
+        journal = tmp_path / "sessions" / client.session_id / "train.0" / "journal"
+        size = os.path.getsize(journal)  # noqa: ASYNC240
+        with files_of_at_most(size + 14_000):
+            request = await client.train(datum(*range(1000)))  # 12,000 bytes, its answer 4,000
+            assert await service.result("ann", request.request_id, 1.0) is None
+            with pytest.raises(Busy):
+                await client.train(datum(*range(1000)))
+        await client.done(request)
+
+
 async def test_a_damaged_journal_is_named_and_a_torn_one_goes_on(tmp_path: Path) -> None:
     async with small_service(tmp_path) as service:
         client = await Client.create(service)

@@ -476,8 +476,10 @@ async def test_models_that_are_unloaded_or_silent_come_back_as_they_were(tmp_pat
 
 
 async def test_a_finished_session_takes_no_calls_and_its_checkpoints_stay(tmp_path: Path) -> None:
-    async with small_service(tmp_path) as service:
+    async with small_service(tmp_path, silent_seconds=0.1) as service:
         client = await Client.create(service)
+        await client.train(datum(1))
+        await client.step()
         await client.done(await client.snapshot(0))
         saved = await client.save("a")
         path = (await client.done(saved))["path"]
@@ -493,7 +495,12 @@ async def test_a_finished_session_takes_no_calls_and_its_checkpoints_stay(tmp_pa
             "ann", session, 0, path, optimizer=True, metadata={}
         )
         await Client(service, session, 0, "ann").done(created)
-        assert "samplers" not in os.listdir(tmp_path / "sessions" / client.session_id)
+        folder = tmp_path / "sessions" / client.session_id
+        assert "samplers" not in os.listdir(folder)
+        async with asyncio.timeout(SECONDS):
+            while os.listdir(folder / "train.0") != ["journal"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)  # its state is removed in time
+        assert (await client.done(saved))["path"] == path
 
 
 async def test_a_flood_of_an_owner_delays_each_call_of_another_by_one_call_at_most(
