@@ -4,6 +4,7 @@
     check, plan    what follows from a recipe, without running it
     recipes        the stored recipes, and the keys of a recipe
     serve, agent   a service, and the process that executes its runs (api.cli.service)
+    tinker         models for the training loops of Tinker's clients (api.cli.service.tinker)
     deploy         the policy of a run on Ray Serve (api.cli.service.deploy)
     runs, login    the runs of a service, over REST (api.cli.service.runs)
     link           a link that signs a browser in to a service (api.cli.service.link)
@@ -74,6 +75,10 @@ COMMANDS = {
     "serve": (
         "api.cli.service.serve:serve_command",
         "Serve the REST API, the dashboard and the runs in DIR until Ctrl-C.",
+    ),
+    "tinker": (
+        "api.cli.service.tinker:tinker_command",
+        "Serve models to Tinker's clients: their training loops, on engines of this machine.",
     ),
     "why": (
         "api.cli.service.why:why_command",

@@ -170,10 +170,16 @@ def only_server(data: Path) -> Iterator[None]:
         yield
 
 
-async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str, str], None]) -> None:
+async def serve(
+    settings: Settings,
+    stop: asyncio.Event,
+    ready: Callable[[str, str], None],
+    extend: Callable[[web.Application, str], None] | None = None,
+) -> None:
     """Serve until ``stop`` is set, with an agent for ``settings.runs`` concurrent runs.
 
-    Calls ``ready`` with the URL and the code of a login link ("": none). Raises ServeError.
+    Calls ``ready`` with the URL and the code of a login link ("": none). ``extend`` adds to the
+    application, before it starts; it is given the URL of the index, too. Raises ServeError.
     """
     limit_repeats()
     raise_descriptor_limit()
@@ -182,6 +188,8 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str, s
         registry = await _connect(settings, index)
         try:
             app = build_app(settings, registry)
+            if extend is not None:
+                extend(app, registry.link.url)
             own_token = await _own_token(settings, app[SERVICE].tokens)
             runner, url = await listen(app, settings)
             try:

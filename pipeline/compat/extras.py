@@ -35,6 +35,7 @@ MODULES = {
     "s3": ("s3fs",),
     "structured": ("llguidance",),
     "tensorboard": ("tensorboard",),
+    "tinker": ("google",),
     "verifiers": ("verifiers",),
     "vllm": ("vllm",),
     "wandb": ("wandb",),

@@ -128,11 +128,9 @@ def serve_command(
         for name, value in locals().items()
         if name in Settings.model_fields and value is not None
     }
-    host, _, port = listen.rpartition(":")
     try:
         parsed_options = {
-            "host": host.strip("[]") or "127.0.0.1",
-            "port": int(port),
+            **parse_address(listen),
             "roots": _folders("--root", root),
             "recipes": _folders("--recipes", recipes),
             "hosts": host_name or (),
@@ -153,6 +151,12 @@ def serve_command(
         asyncio.run(_serve(settings))
     except ServeError as error:
         refuse(error)
+
+
+def parse_address(listen: str) -> dict[str, Any]:
+    """Return the settings host and port of HOST:PORT. Raises ValueError."""
+    host, _, port = listen.rpartition(":")
+    return {"host": host.strip("[]") or "127.0.0.1", "port": int(port)}
 
 
 def _in_words(error: dict[str, Any]) -> str:
@@ -186,6 +190,12 @@ def _checkpoints(given: Names) -> dict[str, Path]:
 async def _serve(settings: Settings) -> None:
     from api.server.app import serve
 
+    await serve(settings, stopped_by_signals("Closing; runs go on."), _print_ready)
+
+
+def stopped_by_signals(closing: str) -> asyncio.Event:
+    """Return an event that Ctrl-C sets, which prints ``closing``; a second one ends the process at
+    once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -193,12 +203,12 @@ async def _serve(settings: Settings) -> None:
         if stop.is_set():
             complain("Ended at once.")
             os._exit(FAILED)
-        complain("Closing; runs go on. Ctrl-C once more ends at once.")
+        complain(f"{closing} Ctrl-C once more ends at once.")
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt)
-    await serve(settings, stop, _print_ready)
+    return stop
 
 
 def _print_ready(url: str, code: str) -> None:

@@ -33,6 +33,9 @@ NameArgument = Annotated[str, typer.Argument(help="Whose it is; runs are owned b
 ScopeOption = Annotated[
     str, typer.Option("--scope", help="read, run or admin; each may do what those before it may.")
 ]
+TinkerOption = Annotated[
+    bool, typer.Option("--tinker", help="As a key of Tinker's clients: tml- before it.")
+]
 OptionalDataOption = Annotated[
     Path | None, typer.Option("--data", metavar="DIR", help="The service's folder.")
 ]
@@ -48,12 +51,14 @@ def create(
     data: OptionalDataOption = None,
     index: IndexOption = "",
     as_json: JsonOption = False,
+    tinker: TinkerOption = False,
 ) -> None:
     """Make a token and print it, once: only a hash of it is kept."""
     seconds = None if days is None else days * DAY
     token, text = _with_tokens(
         data, index, lambda tokens: tokens.create(name, _scope(scope), seconds=seconds)
     )
+    text = tinker_key(text) if tinker else text
     if as_json:
         return print_json({**asdict(token), "token": text})
     print(text)
@@ -95,6 +100,7 @@ def show(
         typer.Option("--data", metavar="DIR", help="The service's folder; in place of --server."),
     ] = None,
     server: ServerOption = DEFAULT_SERVER,
+    tinker: TinkerOption = False,
 ) -> None:
     """Print the token with which your own commands ask a service: it may do everything there."""
     from orchestration.service.own_services import read_authorization
@@ -111,7 +117,7 @@ def show(
             f"login`",
             NO_SERVICE,
         )
-    write(token)
+    write(tinker_key(token) if tinker else token)
 
 
 @token_app.command("list")
@@ -138,6 +144,13 @@ def revoke(
     """A token opens nothing any more, at once and for ever."""
     if not _with_tokens(data, index, lambda tokens: tokens.revoke(token)):
         refuse(f"token: there is none with id {token!r}; see `{advised('token list')}`")
+
+
+def tinker_key(token: str) -> str:
+    """Return ``token`` as a key that Tinker's clients take."""
+    from api.server.access.authorization import TINKER_PREFIX
+
+    return f"{TINKER_PREFIX}{token}"
 
 
 def _with_tokens(data: Path | None, index: str, work: Callable[[Tokens], Awaitable[T]]) -> T:

@@ -8,6 +8,7 @@ from api.server.access.tokens import OWN, Scope, Token
 from api.server.http.problems import HTTPProblem
 
 NO_TOKEN = "none"  # is as if no token came: clients of OpenAI's API cannot be made without one
+TINKER_PREFIX = "tml-"  # without which Tinker's clients take no key
 LOCAL = Token("local", OWN, "admin", 0.0, None)  # the token of every request where none is required
 
 Find = Callable[[str], Awaitable[Token | None]]
@@ -16,8 +17,8 @@ Find = Callable[[str], Awaitable[Token | None]]
 async def allowed(find: Find, headers: Mapping[str, str], scope: Scope, *, needed: bool) -> Token:
     """Return the token of a request, which ``find`` looks up; LOCAL where none came and none is
     ``needed``. Raises an HTTPProblem (401, 403)."""
-    key = headers.get("x-api-key")  # as Anthropic's clients send it
-    default = f"Bearer {key}" if key else ""
+    key = headers.get("x-api-key")  # as Anthropic's and Tinker's clients send it
+    default = f"Bearer {key.removeprefix(TINKER_PREFIX)}" if key else ""
     kind, _, presented = headers.get("Authorization", default).partition(" ")
     kind = "" if presented == NO_TOKEN else kind
     if not kind and not needed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from aiohttp import web
 
@@ -16,14 +16,19 @@ PIECE = 2**20  # bytes that are read or written at once
 
 
 async def read_body(
-    request: web.Request, limit: int, seconds: float, *, media_type: str = JSON
+    request: web.Request,
+    limit: int,
+    seconds: float,
+    *,
+    media_type: str = JSON,
+    encodings: Collection[str] = (),
 ) -> bytes:
-    """Return the request's body.
+    """Return the request's body, decompressed where it has one of ``encodings``.
 
     Raises an HTTPProblem: 413 past ``limit`` bytes, 408 when it does not arrive within ``seconds``,
     415 when it is not ``media_type``, 400 when it is incomplete.
     """
-    check_media_type(request, media_type)
+    check_media_type(request, media_type, encodings)
     body = bytearray()
     length = request.content_length or 0
     with transfer_problems(f"The body did not arrive within {seconds:.0f} s."):
@@ -44,12 +49,13 @@ def too_large(limit: int) -> HTTPProblem:
     )
 
 
-def check_media_type(request: web.Request, media_type: str) -> None:
-    """Raise an HTTPProblem (415) when the body is not ``media_type``, or is compressed."""
-    if (
-        request.content_type != media_type
-        or request.headers.get("Content-Encoding", "identity") != "identity"
-    ):
+def check_media_type(
+    request: web.Request, media_type: str, encodings: Collection[str] = ()
+) -> None:
+    """Raise an HTTPProblem (415) when the body is not ``media_type``, or is compressed otherwise
+    than by one of ``encodings``."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if request.content_type != media_type or encoding not in ("identity", *encodings):
         content_type = request.headers.get("Content-Type", "")
         fix = f"send the header 'Content-Type: {media_type}', and no Content-Encoding"
         raise HTTPProblem(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -20,11 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import ErrorDetails
 
 from api.schemas.text import Text, sendable
+from orchestration.calls.interface import Busy, NotThere
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown
 from orchestration.processes.confined import TurnsFull
 from orchestration.recipe.problems import RecipeError
 from orchestration.state.registry import KeyReused, UnknownRun, WrongState
 from pipeline.index.client import IndexUnreachable
+from stages.calls.interface import CallRefused
 from stages.environments.programs.messages import anthropic_error, openai_error
 
 log = structlog.get_logger()
@@ -338,6 +341,20 @@ def problem_of(error: Exception) -> HTTPProblem:
             return HTTPProblem(
                 503, str(error), kind="policies", field="model", headers={"Retry-After": "10"}
             )
+        case CallRefused():
+            errors = [
+                Wrong(field=p.key, value=shown(p.value), wrong=p.wrong, fix=p.fix)
+                for p in error.problems[:MOST_ERRORS]
+            ]
+            if not errors:
+                return HTTPProblem(422, str(error), kind="call")
+            return several(422, "call", "The call is refused", errors)
+        case NotThere():
+            fix = "see GET /api/v1/training_runs, /api/v1/checkpoints and /api/v1/sessions"
+            return HTTPProblem(404, str(error), kind="not-there", fix=fix)
+        case Busy():
+            headers = {"Retry-After": str(math.ceil(error.seconds))}
+            return HTTPProblem(429, str(error), kind="busy", fix="try again", headers=headers)
         case WrongState():
             fix = "wait until it is in a state in which it can, or leave it"
             return HTTPProblem(

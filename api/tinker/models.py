@@ -1,0 +1,199 @@
+"""Operations of models in training: each is recorded, acknowledged, and answered by a future.
+
+POST ──▶ number, content ──▶ CallService ──▶ {"request_id"} ──▶ api/tinker/futures.py
+            └ a content that is refused is a call that fails in its place
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from api.server.http.bodies import read_body
+from api.server.http.problems import HTTPProblem
+from api.server.service.service import Service
+from api.tinker.calls import BODY_BYTES, SHARED, acknowledged, caller, in_order, tinker_operation
+from api.tinker.messages import MessageDamaged
+from api.tinker.passes import loss_options, read_data, read_head
+from api.tinker.schemas import (
+    Answer,
+    LoadBody,
+    ModelBody,
+    OfModel,
+    OfPath,
+    Ordered,
+    SaveBody,
+    SaveSamplerBody,
+    StepBody,
+)
+from orchestration.calls.interface import Acknowledged, Kind
+from stages.calls.interface import ModelOptions
+
+PROTOBUF = "application/x-protobuf"
+ADAMW = {"type": "adamw"}
+
+
+@tinker_operation("POST", "/api/v1/create_model", summary="A model to train")
+async def create_model(service: Service, request: web.Request, body: ModelBody) -> Answer:
+    calls, owner = caller(request)
+    call = await calls.create_model(
+        owner,
+        body.session_id,
+        body.model_seq_id,
+        body.base_model,
+        body.lora_config.options(),
+        body.user_metadata or {},
+    )
+    return acknowledged(call)
+
+
+@tinker_operation("POST", "/api/v1/get_info", summary="What a model is")
+async def get_info(service: Service, request: web.Request, body: OfModel) -> Answer:
+    calls, owner = caller(request)
+    model = await calls.model(owner, body.model_id)
+    return Answer(
+        type="get_info",
+        model_id=model.model_id,
+        model_name=model.base,
+        model_data={
+            "arch": model.architecture,
+            "model_name": model.base,
+            "tokenizer_id": model.tokenizer or None,
+        },
+        is_lora=model.options.rank > 0,
+        lora_rank=model.options.rank or None,
+        optimizer_config=ADAMW,
+    )
+
+
+@tinker_operation("POST", "/api/v1/unload_model", summary="End a model")
+async def unload_model(service: Service, request: web.Request, body: OfModel) -> Answer:
+    calls, owner = caller(request)
+    return acknowledged(await calls.unload_model(owner, body.model_id))
+
+
+@tinker_operation("POST", "/api/v1/forward_backward", summary="A pass", consumes=PROTOBUF)
+async def forward_backward(service: Service, request: web.Request) -> Answer:
+    settings = service.settings
+    body = await read_body(
+        request, BODY_BYTES, settings.body_seconds, media_type=PROTOBUF, encodings=("zstd",)
+    )
+    calls, owner = caller(request)
+    async with request.app[SHARED].decoding:
+        try:
+            message = await asyncio.to_thread(read_head, body)
+        except MessageDamaged as error:
+            fix = "send what the SDK sends"
+            raise HTTPProblem(400, f"The body {error}.", field="body", fix=fix) from None
+
+        async def send() -> Acknowledged:
+            return await calls.train(
+                owner,
+                message.model_id,
+                message.seq_id,
+                await asyncio.to_thread(read_data, message),
+                message.loss_fn,
+                loss_options(message),
+                backward=not message.forward_only,
+            )
+
+        head = Ordered(model_id=message.model_id, seq_id=message.seq_id)
+        kind: Kind = "forward" if message.forward_only else "forward_backward"
+        return await in_order(request, head, kind, send)
+
+
+@tinker_operation("POST", "/api/v1/optim_step", summary="An optimizer step")
+async def optim_step(service: Service, request: web.Request, body: Ordered, raw: bytes) -> Answer:
+    async def send() -> Acknowledged:
+        step = StepBody.model_validate_json(raw, strict=True)
+        calls, owner = caller(request)
+        return await calls.optim_step(owner, body.model_id, body.seq_id, step.options())
+
+    return await in_order(request, body, "optim_step", send)
+
+
+@tinker_operation("POST", "/api/v1/save_weights", summary="Keep a model's state")
+async def save_weights(service: Service, request: web.Request, body: Ordered, raw: bytes) -> Answer:
+    async def send() -> Acknowledged:
+        saved = SaveBody.model_validate_json(raw, strict=True)
+        calls, owner = caller(request)
+        return await calls.save_weights(
+            owner,
+            body.model_id,
+            body.seq_id,
+            saved.path or f"state-{body.seq_id}",
+            ttl=saved.ttl_seconds,
+            overwrite=saved.overwrite,
+            metadata=saved.user_metadata or {},
+        )
+
+    return await in_order(request, body, "save_weights", send)
+
+
+@tinker_operation("POST", "/api/v1/save_weights_for_sampler", summary="Weights to sample with")
+async def save_sampler(service: Service, request: web.Request, body: Ordered, raw: bytes) -> Answer:
+    async def send() -> Acknowledged:
+        saved = SaveSamplerBody.model_validate_json(raw, strict=True)
+        calls, owner = caller(request)
+        name = saved.path
+        if name is None and saved.sampling_session_seq_id is None:
+            name = f"sampler-{body.seq_id}"
+        return await calls.save_sampler(
+            owner,
+            body.model_id,
+            body.seq_id,
+            name=name,
+            number=saved.sampling_session_seq_id,
+            inflight=saved.kind == "inflight",
+            ttl=saved.ttl_seconds,
+            metadata=saved.user_metadata or {},
+        )
+
+    return await in_order(request, body, "save_sampler", send)
+
+
+@tinker_operation("POST", "/api/v1/load_weights", summary="A model from a state")
+async def load_weights(service: Service, request: web.Request, body: LoadBody) -> Answer:
+    calls, owner = caller(request)
+    if body.model_id is not None:
+        model = Ordered(model_id=body.model_id, seq_id=body.seq_id)
+
+        async def send() -> Acknowledged:
+            return await calls.load_weights(
+                owner, model.model_id, model.seq_id, body.path, optimizer=body.optimizer
+            )
+
+        return await in_order(request, model, "load_weights", send)
+    if body.session_id is None:
+        fix = "give model_id with seq_id, or session_id with model_seq_id"
+        raise HTTPProblem(422, "It is for no model.", field="model_id", fix=fix)
+    call = await calls.create_model_from(
+        owner,
+        body.session_id,
+        body.model_seq_id,
+        body.path,
+        optimizer=body.optimizer,
+        metadata=body.user_metadata or {},
+    )
+    return acknowledged(call)
+
+
+@tinker_operation("POST", "/api/v1/weights_info", summary="What a checkpoint is of")
+async def weights_info(service: Service, request: web.Request, body: OfPath) -> Answer:
+    calls, owner = caller(request)
+    checkpoint = await calls.checkpoint(owner, body.tinker_path)
+    return Answer(base_model=checkpoint.base, **_lora_fields(checkpoint.options))
+
+
+def _lora_fields(options: ModelOptions) -> dict[str, Any]:
+    """Return what a client reads of a checkpoint's adapter."""
+    return {
+        "is_lora": options.rank > 0,
+        "lora_rank": options.rank or None,
+        "train_unembed": options.head,
+        "train_mlp": options.mlp,
+        "train_attn": options.attention,
+        "optimizer_config": ADAMW,
+    }

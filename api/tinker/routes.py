@@ -1,0 +1,32 @@
+"""The application's part for Tinker's clients.
+
+build_app ──▶ add_routes(app, calls) ──▶ the paths below /api/v1/ and /tinker/, as operations of the server
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiohttp import web
+
+from api.server.service.operations import build_routes
+from api.tinker import models, records, sampling, sessions
+from api.tinker.calls import SHARED, Shared
+from orchestration.calls.interface import CallService
+
+ROUTES = (sessions, models, sampling, records)
+
+
+def add_routes(app: web.Application, open_calls: Callable[[], Awaitable[CallService]]) -> None:
+    """Serve training calls by ``app``. They are opened when it starts, and closed when it ends."""
+
+    async def calls_of(app: web.Application) -> AsyncIterator[None]:
+        calls = await open_calls()
+        app[SHARED] = Shared(calls)
+        try:
+            yield
+        finally:
+            await calls.close()
+
+    app.cleanup_ctx.append(calls_of)
+    build_routes(app, ROUTES)

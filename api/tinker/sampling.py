@@ -1,0 +1,109 @@
+"""Operations of samplers, and the futures of all calls.
+
+retrieve_future ──▶ wait for the answer ──▶ a pass, a sample: protobuf; else JSON; failed: {"error", "category"}
+                        ├ none within WAIT_SECONDS: 408, and the client asks again at once
+                        └ it is there no more, or its engine has ended: 410, and a client samples again
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from api.server.http.problems import HTTPProblem
+from api.server.service.service import Service
+from api.tinker.calls import BODY_BYTES, BODY_VALUES, acknowledged, caller, tinker_operation
+from api.tinker.models import PROTOBUF
+from api.tinker.passes import write_pass
+from api.tinker.samples import SampleBody, write_sample
+from api.tinker.schemas import Answer, OfRequest, SamplerBody, SamplerPath
+from orchestration.calls.interface import Done, Failed, NotThere, SamplerInfo
+from pipeline.first_of import first_of
+from stages.calls.interface import PassOutput, SampleOutput
+
+WAIT_SECONDS = 30.0  # clients give up after 45
+DEADLINE_SECONDS = 60.0
+# of the JSON answer to each kind of call
+TYPES = {"save_sampler": "save_weights_for_sampler"}
+
+
+@tinker_operation("POST", "/api/v1/create_sampling_session", summary="A sampler")
+async def create_sampler(service: Service, request: web.Request, body: SamplerBody) -> Answer:
+    calls, owner = caller(request)
+    sampler = await calls.open_sampler(
+        owner,
+        body.session_id,
+        body.sampling_session_seq_id,
+        base=body.base_model,
+        path=body.model_path,
+    )
+    return Answer(sampling_session_id=sampler.sampler_id, type="create_sampling_session")
+
+
+@tinker_operation("GET", "/api/v1/samplers/{sampler}", summary="What a sampler samples with")
+async def get_sampler(service: Service, request: web.Request, path: SamplerPath) -> Answer:
+    calls, owner = caller(request)
+    sampler: SamplerInfo = await calls.sampler(owner, path.sampler)
+    return Answer(sampler_id=sampler.sampler_id, base_model=sampler.base, model_path=sampler.path)
+
+
+@tinker_operation(
+    "POST",
+    "/api/v1/asample",
+    summary="Sample",
+    body_limit=BODY_BYTES,
+    body_values=BODY_VALUES,
+)
+async def asample(service: Service, request: web.Request, body: SampleBody) -> Answer:
+    calls, owner = caller(request)
+    return acknowledged(
+        await calls.sample(owner, body.sampling_session_id, body.seq_id, body.request())
+    )
+
+
+@tinker_operation(
+    "POST",
+    "/api/v1/retrieve_future",
+    summary="The answer to a call",
+    seconds=DEADLINE_SECONDS,
+    produces=PROTOBUF,
+)
+async def retrieve_future(
+    service: Service, request: web.Request, body: OfRequest
+) -> web.StreamResponse:
+    calls, owner = caller(request)
+    with service.held(request) as room:
+        if not room:
+            detail = "Too many requests wait here."
+            raise HTTPProblem(429, detail, kind="held", fix="ask for fewer answers at once")
+        try:
+            waiting = calls.result(owner, body.request_id, WAIT_SECONDS)
+            result, _ = await first_of(waiting, service.closing.wait())
+        except NotThere as error:
+            raise HTTPProblem(410, str(error), kind="request", field="request_id") from None
+    match result:
+        case Done():
+            return await _answer(result)
+        case Failed(again=True):
+            raise HTTPProblem(410, result.message, kind="again", fix="call again")
+        case Failed():
+            category = "user" if result.by_client else "server"
+            return web.json_response({"error": result.message, "category": category})
+    return web.json_response({"queue_state": "active"}, status=408)
+
+
+async def _answer(done: Done) -> web.Response:
+    match done.value:
+        case PassOutput() as output:
+            data = await asyncio.to_thread(write_pass, output)
+        case SampleOutput() as output:
+            data = await asyncio.to_thread(write_sample, output)
+        case fields:
+            return web.json_response({"type": TYPES.get(done.kind, done.kind), **fields})
+    return web.Response(body=data, content_type=PROTOBUF)
+
+
+@tinker_operation("POST", "/api/v1/cancel_future", summary="Taken; the call goes on")
+async def cancel_future(service: Service, body: OfRequest) -> None:
+    return None
