@@ -15,7 +15,7 @@ from aiohttp import web
 from api.server.http.problems import errors_of, invalid_request
 from api.server.service.operations import operation
 from api.server.service.service import PRINCIPAL
-from api.tinker.schemas import Answer, Ordered
+from api.tinker.schemas import Answer
 from orchestration.calls.interface import Acknowledged, CallService, Kind
 from stages.calls.interface import CallRefused
 
@@ -54,7 +54,11 @@ def acknowledged(call: Acknowledged) -> Answer:
 
 
 async def in_order(
-    request: web.Request, head: Ordered, kind: Kind, send: Callable[[], Awaitable[Acknowledged]]
+    request: web.Request,
+    model_id: str,
+    seq_id: int,
+    kind: Kind,
+    send: Callable[[], Awaitable[Acknowledged]],
 ) -> Answer:
     """Return the answer to a call of a model.
 
@@ -65,7 +69,7 @@ async def in_order(
         call = await send()
     except (CallRefused, pydantic.ValidationError) as error:
         calls, owner = caller(request)
-        call = await calls.refuse(owner, head.model_id, head.seq_id, kind, _in_words(error))
+        call = await calls.refuse(owner, model_id, seq_id, kind, _in_words(error))
     return acknowledged(call)
 
 

@@ -99,9 +99,8 @@ async def forward_backward(service: Service, request: web.Request) -> Answer:
                 backward=not message.forward_only,
             )
 
-        head = Ordered(model_id=message.model_id, seq_id=message.seq_id)
         kind: Kind = "forward" if message.forward_only else "forward_backward"
-        return await in_order(request, head, kind, send)
+        return await in_order(request, message.model_id, message.seq_id, kind, send)
 
 
 @tinker_operation("POST", "/api/v1/optim_step", summary="An optimizer step")
@@ -111,7 +110,7 @@ async def optim_step(service: Service, request: web.Request, body: Ordered, raw:
         calls, owner = caller(request)
         return await calls.optim_step(owner, body.model_id, body.seq_id, step.options())
 
-    return await in_order(request, body, "optim_step", send)
+    return await in_order(request, body.model_id, body.seq_id, "optim_step", send)
 
 
 @tinker_operation("POST", "/api/v1/save_weights", summary="Keep a model's state")
@@ -129,7 +128,7 @@ async def save_weights(service: Service, request: web.Request, body: Ordered, ra
             metadata=saved.user_metadata or {},
         )
 
-    return await in_order(request, body, "save_weights", send)
+    return await in_order(request, body.model_id, body.seq_id, "save_weights", send)
 
 
 @tinker_operation("POST", "/api/v1/save_weights_for_sampler", summary="Weights to sample with")
@@ -151,21 +150,21 @@ async def save_sampler(service: Service, request: web.Request, body: Ordered, ra
             metadata=saved.user_metadata or {},
         )
 
-    return await in_order(request, body, "save_sampler", send)
+    return await in_order(request, body.model_id, body.seq_id, "save_sampler", send)
 
 
 @tinker_operation("POST", "/api/v1/load_weights", summary="A model from a state")
 async def load_weights(service: Service, request: web.Request, body: LoadBody) -> Answer:
     calls, owner = caller(request)
     if body.model_id is not None:
-        model = Ordered(model_id=body.model_id, seq_id=body.seq_id)
+        model_id = body.model_id
 
         async def send() -> Acknowledged:
             return await calls.load_weights(
-                owner, model.model_id, model.seq_id, body.path, optimizer=body.optimizer
+                owner, model_id, body.seq_id, body.path, optimizer=body.optimizer
             )
 
-        return await in_order(request, model, "load_weights", send)
+        return await in_order(request, model_id, body.seq_id, "load_weights", send)
     if body.session_id is None:
         fix = "give model_id with seq_id, or session_id with model_seq_id"
         raise HTTPProblem(422, "It is for no model.", field="model_id", fix=fix)

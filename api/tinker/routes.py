@@ -5,7 +5,8 @@ build_app ──▶ add_routes(app, calls) ──▶ the paths below /api/v1/ an
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 
@@ -17,16 +18,15 @@ from orchestration.calls.interface import CallService
 ROUTES = (sessions, models, sampling, records)
 
 
-def add_routes(app: web.Application, open_calls: Callable[[], Awaitable[CallService]]) -> None:
+def add_routes(
+    app: web.Application, open_calls: Callable[[], AbstractAsyncContextManager[CallService]]
+) -> None:
     """Serve training calls by ``app``. They are opened when it starts, and closed when it ends."""
 
     async def calls_of(app: web.Application) -> AsyncIterator[None]:
-        calls = await open_calls()
-        app[SHARED] = Shared(calls)
-        try:
+        async with open_calls() as calls:
+            app[SHARED] = Shared(calls)
             yield
-        finally:
-            await calls.close()
 
     app.cleanup_ctx.append(calls_of)
     build_routes(app, ROUTES)

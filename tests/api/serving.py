@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -36,10 +36,15 @@ def shared_checks() -> Checks:
 
 @asynccontextmanager
 async def serving(
-    url: str, data: Path, *, modules: tuple[ModuleType, ...] = (), **settings: Any
+    url: str,
+    data: Path,
+    *,
+    modules: tuple[ModuleType, ...] = (),
+    extend: Callable[[web.Application], None] | None = None,
+    **settings: Any,
 ) -> AsyncGenerator[Client, None]:
-    """A client of a server over the index at ``url``, with the operations of ``modules`` beside its
-    own. It asks for no token unless ``settings`` say so. Afterwards no handler may have held the
+    """A client of a server over the index at ``url``, with the operations of ``modules`` and what
+    ``extend`` adds beside its own. It asks for no token unless ``settings`` say so. Afterwards no handler may have held the
     event loop."""
     # as the command has them: what a test shows of an error takes longer
     logs.configure(terminal=False)
@@ -49,6 +54,8 @@ async def serving(
     app = build_app(Settings(data=data, **settings), registry, shared_checks())
     app.middlewares.insert(0, marked)
     build_routes(app, modules)
+    if extend is not None:
+        extend(app)
     with watchdog.watching():
         async with TestClient(TestServer(app), cookie_jar=aiohttp.DummyCookieJar()) as client:
             yield client

@@ -1,0 +1,107 @@
+"""``asyncdock tinker``: models for Tinker's clients.
+
+options ──▶ Settings, base models ──▶ the server, with the calls below DIR/calls ──▶ URL and key on standard output
+                                        └──▶ Ctrl-C: clients go on with the next server; nothing is lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from api.cli.common.output import refuse
+from api.cli.service.serve import parse_address, stopped_by_signals
+from api.cli.service.token import tinker_key
+
+if TYPE_CHECKING:
+    from api.server.access.settings import Settings
+    from orchestration.calls.interface import CallOptions
+    from stages.calls.interface import ServedBase
+
+CALLS = "calls"  # in the service's folder
+
+
+def tinker_command(
+    models: Annotated[
+        list[str],
+        typer.Option(
+            "--model",
+            metavar="[NAME=]SOURCE",
+            help="A folder as Hugging Face has it, smollm2 or tiny; NAME: for clients. Repeatable.",
+        ),
+    ],
+    data: Annotated[
+        Path, typer.Option(metavar="DIR", help="Its folder: tokens, calls, checkpoints.")
+    ],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Port 0: any that is free.")
+    ] = "127.0.0.1:8770",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ….")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    threads: Annotated[int, typer.Option(help="CPU threads of an engine; 0: all cores.")] = 0,
+    max_rows: Annotated[int, typer.Option(help="Sequences that are sampled at once.")] = 64,
+    max_models: Annotated[int, typer.Option(help="Models in memory, on each base.")] = 16,
+    host_name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="It is reached by through a proxy. Repeatable."),
+    ] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
+) -> None:
+    """Serve models to Tinker's clients until Ctrl-C.
+
+    What is acknowledged is below DIR, and goes on with the next server.
+    """
+    from api.server.access.settings import Settings
+    from api.server.app import ServeError
+    from orchestration.calls.bases import describe_bases, parse_model
+    from orchestration.calls.interface import CallOptions
+    from orchestration.private_files import keep_from_others
+    from pipeline.compat.extras import ExtraMissing
+    from pipeline.problems import Fatal
+
+    keep_from_others()
+    try:
+        sources = dict(map(parse_model, models))
+        settings = Settings(
+            **parse_address(listen),
+            data=data,
+            runs=0,
+            policies=0,
+            hosts=host_name or (),
+            tls_certificate=tls_certificate,
+            tls_key=tls_key,
+        )
+        options = CallOptions(loaded_models=max_models, sampling_requests=max_rows)
+        engine = {"device": device, "dtype": dtype, "threads": threads, "max_rows": max_rows}
+        bases = describe_bases(sources, data)
+        asyncio.run(_serve(settings, bases, options, engine))
+    except (ExtraMissing, Fatal, ServeError, ValueError) as error:
+        refuse(f"tinker: {error}")
+
+
+async def _serve(
+    settings: Settings, bases: list[ServedBase], options: CallOptions, engine: dict[str, Any]
+) -> None:
+    from api.server.app import serve
+    from api.tinker.routes import add_routes
+    from orchestration.calls.service import open_service
+    from orchestration.service.own_services import read_authorization
+
+    def ready(url: str, code: str) -> None:
+        """Print what a client is given. A log, which others may read, gets no key."""
+        print(f"AsyncDock serves {', '.join(base.name for base in bases)} at {url}")
+        key = f"$(asyncdock token show --tinker --data {settings.data})"
+        if sys.stdout.isatty():
+            key = tinker_key(read_authorization(settings.data))
+        print(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={key}", flush=True)
+
+    def open_calls() -> Any:
+        return open_service(settings.data / CALLS, bases, options, engine_options=engine)
+
+    stop = stopped_by_signals("Closing; what was acknowledged is kept.")
+    await serve(settings, stop, ready, lambda app, _: add_routes(app, open_calls))
