@@ -153,7 +153,9 @@ async def test_a_model_from_its_session_to_its_archive(client: Client) -> None:
     checkpoint = f"/api/v1/training_runs/{model}/checkpoints/weights/first"
     archive = await user.ask("GET", f"{checkpoint}/archive", allow_redirects=False)
     assert archive.status == 302
-    assert (await client.get(archive.headers["Location"])).status == 200
+    async with client.session.get(archive.headers["Location"]) as download:
+        assert download.status == 200
+        assert await download.read()
     assert (await user.ask("PUT", f"{checkpoint}/ttl", json={"ttl_seconds": 60})).status == 204
     (listed,) = (await user.get("/api/v1/checkpoints"))["checkpoints"]
     assert (listed["tinker_path"], listed["checkpoint_type"]) == (path, "training")
@@ -170,6 +172,8 @@ async def test_a_model_from_its_session_to_its_archive(client: Client) -> None:
     await problem(
         await user.ask("POST", "/api/v1/session_heartbeat", json={"session_id": session}), 410
     )
+    assert (await user.get(f"/api/v1/training_runs/{model}"))["user_metadata"]["kind"] == "x"
+    assert model in (await user.get(f"/api/v1/sessions/{session}"))["training_run_ids"]
 
 
 async def test_samples_of_each_kind_of_sampler(
@@ -311,7 +315,6 @@ async def test_another_token_sees_nothing(client: Client) -> None:
         ("GET", f"/api/v1/sessions/{session}", None),
         ("GET", f"/api/v1/samplers/{sampler}", None),
         ("GET", f"/api/v1/training_runs/{model}", None),
-        ("GET", f"/api/v1/training_runs/{model}/checkpoints", None),
         ("GET", f"{checkpoint}/archive", None),
         ("PUT", f"{checkpoint}/ttl", {"ttl_seconds": 1}),
         ("DELETE", checkpoint, None),
@@ -323,7 +326,8 @@ async def test_another_token_sees_nothing(client: Client) -> None:
         "POST", "/api/v1/forward_backward", data=data(model, 2), headers={"Content-Type": PROTOBUF}
     )
     await problem(stolen, 404)
-    assert (await bob.get("/api/v1/checkpoints"))["checkpoints"] == []
+    for path_of in ("/api/v1/checkpoints", f"/api/v1/training_runs/{model}/checkpoints"):
+        assert (await bob.get(path_of))["checkpoints"] == []
     assert (await bob.get("/api/v1/training_runs"))["training_runs"] == []
     assert (await bob.get("/api/v1/sessions"))["sessions"] == []
     own = (await bob.post("create_session"))["session_id"]
