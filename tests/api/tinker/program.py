@@ -88,6 +88,8 @@ def train(trainer: Any) -> None:
     failure = failure_of(trainer.forward_backward([weighted], "no_such_loss"))
     assert "no_such_loss" in str(failure), failure
     assert failure.category == types.RequestErrorCategory.User
+    dropped = failure_of(trainer.optim_step(types.AdamParams()))
+    assert "send the data again" in str(dropped), dropped
 
 
 def save(service: Any, trainer: Any) -> str:
