@@ -17,7 +17,7 @@ from api.tinker.calls import BODY_BYTES, BODY_VALUES, acknowledged, caller, tink
 from api.tinker.models import PROTOBUF
 from api.tinker.passes import write_pass
 from api.tinker.samples import SampleBody, write_sample
-from api.tinker.schemas import Answer, OfRequest, SamplerBody, SamplerPath
+from api.tinker.schemas import Answer, OfRequest, SamplerBody, SamplerPath, SequencePath
 from orchestration.calls.interface import Done, Failed, NotThere, SamplerInfo
 from pipeline.first_of import first_of
 from stages.calls.interface import PassOutput, SampleOutput
@@ -102,6 +102,21 @@ async def _answer(done: Done) -> web.Response:
         case fields:
             return web.json_response({"type": TYPES.get(done.kind, done.kind), **fields})
     return web.Response(body=data, content_type=PROTOBUF)
+
+
+@tinker_operation("GET", "/tinker/sequences/{sequence}", summary="Which weights made its tokens")
+async def get_sequence(service: Service, request: web.Request, path: SequencePath) -> Answer:
+    """The versions are pairs of optimizer steps and tokens. It is there as long as the answer to
+    its request is."""
+    calls, owner = caller(request)
+    request_id, _, place = path.sequence.rpartition(":")
+    match await calls.result(owner, request_id, 0):
+        case Done(value=SampleOutput(sequences=sequences)) if place in map(
+            str, range(len(sequences))
+        ):
+            return Answer(sequence_id=path.sequence, versions=sequences[int(place)].versions)
+    detail = "There is no such sequence, or it is not sampled yet."
+    raise HTTPProblem(404, detail, kind="sequence", field="path.sequence", value=path.sequence)
 
 
 @tinker_operation("POST", "/api/v1/cancel_future", summary="Taken; the call goes on")

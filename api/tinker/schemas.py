@@ -89,12 +89,12 @@ class ModelBody(Tolerant):
 
 class AdamBody(Tolerant):
     type: Literal["adam", "adamw"] = "adam"
-    learning_rate: float = Field(default=1e-4, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-12, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip_norm: float = Field(default=0.0, ge=0)
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
 
 
 class StepBody(Tolerant):
@@ -167,6 +167,10 @@ class CheckpointPath(ModelPath):
 
 class SessionPath(Tolerant):
     session: Named
+
+
+class SequencePath(Tolerant):
+    sequence: Named
 
 
 class SamplerPath(Tolerant):

@@ -43,6 +43,8 @@ WHOLE = {
     "docs/lm-eval.md": "another environment, from a package index; benchmarks/lm_eval_scores.py "
     "executes such commands",
     "docs/measurements/gpu.md": "a CUDA GPU",
+    "docs/tinker.md": "another environment, from a package index; tests/api/tinker/test_sdks.py "
+    "executes its program there",
 }
 # On the pages of docs/measurements.
 MEASUREMENT = re.compile(r"(sudo )?python -m benchmarks\.")

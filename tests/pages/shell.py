@@ -38,6 +38,7 @@ APART = [
 READY = {
     "asyncdock run": "^step 1/",
     "asyncdock serve": "^AsyncDock serves ",
+    "asyncdock tinker": "^export TINKER_API_KEY",
     "asyncdock agent": "agent works",
 }
 

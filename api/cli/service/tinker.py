@@ -72,7 +72,7 @@ def tinker_command(
             data=data,
             runs=0,
             policies=0,
-            hosts=host_name or (),
+            hosts=tuple(host_name or ()),
             tls_certificate=tls_certificate,
             tls_key=tls_key,
         )

@@ -56,7 +56,7 @@ class User:
 
     @classmethod
     async def of(cls, client: Client, name: str) -> User:
-        service = client.server.app[SERVICE]
+        service = client.app[SERVICE]
         _, key = await service.tokens.create(name, "run")
         return cls(client, f"tml-{key}")
 
@@ -224,18 +224,25 @@ async def test_samples_of_each_kind_of_sampler(
     answer = MESSAGES["SampleResponse"].FromString(await user.result(call))
     assert len(answer.sequences) == 3
     assert list(answer.sequences[0].versions) == [0, 2]
+    second = call["sample_sequence_ids"][1]
+    assert await user.get(f"/tinker/sequences/{second}") == {
+        "sequence_id": second,
+        "versions": [[0, 2]],
+    }
+    for unknown in (f"{call['request_id']}:3", f"{call['request_id']}:x", "x"):
+        await problem(await user.ask("GET", f"/tinker/sequences/{unknown}"), 404)
     assert len(np.frombuffer(answer.sequences[0].tokens, "<i4")) == 2
 
 
 async def test_what_is_refused_fails_in_its_place_and_holds_nothing_up(client: Client) -> None:
     user = await User.of(client, "ann")
     model = await user.model()
-    nan = datum([text(1)], target_tokens=tensor([2], INT64), weights=tensor([np.nan]))
-    message = MESSAGES["ForwardBackwardRequest"].FromString(body(nan))
+    short = datum([text(1)], target_tokens=tensor([2], INT64, shape=(2,)))
+    message = MESSAGES["ForwardBackwardRequest"].FromString(body(short))
     message.model_id, message.seq_id = model, 1
     calls = [
         await user.train(message.SerializeToString()),
-        await user.post("optim_step", model_id=model, seq_id=2, adam_params={"beta1": 2}),
+        await user.post("optim_step", model_id=model, seq_id=2, adam_params={"beta1": "2"}),
         await user.post(
             "optim_step", model_id=model, seq_id=3, optimizer_params={"type": "dimuon"}
         ),
@@ -243,7 +250,14 @@ async def test_what_is_refused_fails_in_its_place_and_holds_nothing_up(client: C
         await user.post("save_weights", model_id=model, seq_id=5, ttl_seconds=-1),
         await user.post("load_weights", model_id=model, seq_id=6, path="tinker://a/b"),
     ]
-    words = ("weights[0]", "beta1", "dimuon", "path", "ttl_seconds", "tinker://a/b")
+    words = (
+        "data.0.loss_fn_inputs.target_tokens.shape",
+        "beta1",
+        "dimuon",
+        "path",
+        "ttl_seconds",
+        "tinker://a/b",
+    )
     for call, word in zip(calls, words, strict=True):
         failure = await user.result(call)
         assert failure["category"] == "user"
@@ -281,8 +295,8 @@ async def test_what_no_client_sends_is_a_clear_error(client: Client) -> None:
     await problem(gone, 410)
     session = (await user.post("create_session"))["session_id"]
     unknown = {"session_id": session, "base_model": "another"}
-    refused = await problem(await user.ask("POST", "/api/v1/create_model", json=unknown), 422)
-    assert "another" in str(refused)
+    details = await problem(await user.ask("POST", "/api/v1/create_model", json=unknown), 422)
+    assert "another" in str(details)
 
 
 async def test_another_token_sees_nothing(client: Client) -> None:
@@ -294,8 +308,14 @@ async def test_another_token_sees_nothing(client: Client) -> None:
     sampler = (await ann.post("create_sampling_session", session_id=session, base_model="base"))[
         "sampling_session_id"
     ]
+    prompted: dict[str, Any] = {
+        "prompt": {"chunks": [{"tokens": [0]}]},
+        "sampling_params": {"max_tokens": 1},
+    }
+    sampled = await ann.post("asample", sampling_session_id=sampler, **prompted)
+    await ann.result(sampled)
     checkpoint = f"/api/v1/training_runs/{model}/checkpoints/weights/first"
-    prompt = {"prompt": {"chunks": []}, "sampling_params": {}}
+    prompt: dict[str, Any] = {"prompt": {"chunks": []}, "sampling_params": {}}
     for method, path_of, fields in (
         ("POST", "/api/v1/get_info", {"model_id": model}),
         ("POST", "/api/v1/optim_step", {"model_id": model, "seq_id": 2}),
@@ -314,6 +334,7 @@ async def test_another_token_sees_nothing(client: Client) -> None:
         ("POST", f"/api/v1/sessions/{session}/finish", {}),
         ("GET", f"/api/v1/sessions/{session}", None),
         ("GET", f"/api/v1/samplers/{sampler}", None),
+        ("GET", f"/tinker/sequences/{sampled['sample_sequence_ids'][0]}", None),
         ("GET", f"/api/v1/training_runs/{model}", None),
         ("GET", f"{checkpoint}/archive", None),
         ("PUT", f"{checkpoint}/ttl", {"ttl_seconds": 1}),
@@ -344,7 +365,7 @@ async def test_too_many_calls_are_to_be_sent_again(client: Client) -> None:
         "sampling_session_id"
     ]
     prompt = {"prompt": {"chunks": [{"tokens": [100]}]}, "sampling_params": {"max_tokens": 1}}
-    statuses = []
+    statuses = list[int]()
     for number in range(10):
         answer = await user.ask(
             "POST",

@@ -95,20 +95,36 @@ def test_options_of_old_and_new_clients_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("inputs", "place"),
     [
-        ({"weights": tensor([1.0, math.nan])}, "data[1].weights[1]"),
-        ({"advantages": tensor([math.inf])}, "data[1].advantages[0]"),
-        ({"weights": tensor([1.0], dtype=7)}, "data[1].weights"),
-        ({"weights": tensor([1.0, 2.0], shape=(3,))}, "data[1].weights.shape"),
-        ({"weights": tensor([1.0], shape=(-1,))}, "data[1].weights.shape"),
-        ({"weights": tensor([1.0], shape=(1, 1, 1))}, "data[1].weights.shape"),
-        ({"weights": tensor([], shape=(2**40, 2**40))}, "data[1].weights.shape"),
-        ({"target_tokens": sparse(2, 2**40, [0, 0, 0], [], [])}, "data[1].target_tokens.shape"),
-        ({"target_tokens": sparse(2, 2, [0, 1], [0], [1])}, "data[1].target_tokens"),
-        ({"target_tokens": sparse(2, 2, [0, 2, 1], [0], [1])}, "data[1].target_tokens"),
-        ({"target_tokens": sparse(2, 2, [0, 1, 1], [2], [1])}, "data[1].target_tokens"),
-        ({"target_tokens": sparse(2, 2, [0, 1, 1], [-1], [1])}, "data[1].target_tokens"),
-        ({"target_tokens": sparse(2, 2, [0, 9, 9], [0], [1])}, "data[1].target_tokens"),
-        ({"weights": MESSAGES["Tensor"](dense=b"abc", dtype=FLOAT32)}, "data[1].weights"),
+        ({"weights": tensor([1.0], dtype=7)}, "data.1.loss_fn_inputs.weights"),
+        ({"weights": tensor([1.0, 2.0], shape=(3,))}, "data.1.loss_fn_inputs.weights.shape"),
+        ({"weights": tensor([1.0], shape=(-1,))}, "data.1.loss_fn_inputs.weights.shape"),
+        ({"weights": tensor([1.0], shape=(1, 1, 1))}, "data.1.loss_fn_inputs.weights.shape"),
+        ({"weights": tensor([], shape=(2**40, 2**40))}, "data.1.loss_fn_inputs.weights.shape"),
+        (
+            {"target_tokens": sparse(2, 2**40, [0, 0, 0], [], [])},
+            "data.1.loss_fn_inputs.target_tokens.shape",
+        ),
+        ({"target_tokens": sparse(2, 2, [0, 1], [0], [1])}, "data.1.loss_fn_inputs.target_tokens"),
+        (
+            {"target_tokens": sparse(2, 2, [0, 2, 1], [0], [1])},
+            "data.1.loss_fn_inputs.target_tokens",
+        ),
+        (
+            {"target_tokens": sparse(2, 2, [0, 1, 1], [2], [1])},
+            "data.1.loss_fn_inputs.target_tokens",
+        ),
+        (
+            {"target_tokens": sparse(2, 2, [0, 1, 1], [-1], [1])},
+            "data.1.loss_fn_inputs.target_tokens",
+        ),
+        (
+            {"target_tokens": sparse(2, 2, [0, 9, 9], [0], [1])},
+            "data.1.loss_fn_inputs.target_tokens",
+        ),
+        (
+            {"weights": MESSAGES["Tensor"](dense=b"abc", dtype=FLOAT32)},
+            "data.1.loss_fn_inputs.weights",
+        ),
     ],
 )
 def test_a_tensor_that_lies_is_refused_by_its_place(inputs: dict[str, Any], place: str) -> None:
@@ -122,9 +138,9 @@ def test_what_is_no_text_and_no_datum_is_refused_by_its_place() -> None:
     image = MESSAGES["Chunk"](image=b"").SerializeToString()
     ragged = MESSAGES["Chunk"](encoded_text={"tokens": b"abc"}).SerializeToString()
     for part, place in (
-        (datum([bytes(image)]), "data[0].model_input"),
-        (datum([bytes(ragged)]), "data[0].model_input"),
-        (b"\x0a\xff", "data[0]"),
+        (datum([bytes(image)]), "data.0.model_input"),
+        (datum([bytes(ragged)]), "data.0.model_input"),
+        (b"\x0a\xff", "data.0"),
     ):
         with pytest.raises(CallRefused) as raised:
             read(part)

@@ -1,0 +1,159 @@
+"""Tinker's own clients, unmodified, against ``asyncdock tinker`` over loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from orchestration.service.index_server import FILE
+from orchestration.service.own_services import read_authorization
+from tests.api.served import environment
+from tests.api.tinker import sdk
+from tests.api.watchdog import HELD
+from tests.pages.page import ROOT, blocks
+from tests.ports import free_port
+
+SECONDS = 120.0
+PROGRAM = Path(__file__).with_name("program.py")
+
+
+@dataclass
+class Server:
+    """``asyncdock tinker`` with the model ``tiny``."""
+
+    data: Path
+    port: int
+    process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def key(self) -> str:
+        return f"tml-{read_authorization(self.data)}"
+
+    def start(self) -> None:
+        command = ["tinker", "--model", "tiny", "--data", str(self.data), "--threads", "1"]
+        with (self.data.parent / "tinker.log").open("a") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "tests.api.watched"),
+                    *command,
+                    *("--listen", f"127.0.0.1:{self.port}"),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env=environment(),
+            )
+        assert self.process.stdout is not None
+        printed = [self.process.stdout.readline() for _ in range(3)]
+        assert printed == [
+            f"AsyncDock serves tiny at {self.url}\n",
+            f"export TINKER_BASE_URL={self.url}\n",
+            # no terminal: a log gets no key
+            f"export TINKER_API_KEY=$(asyncdock token show --tinker --data {self.data})\n",
+        ], (self.data.parent / "tinker.log").read_text()
+
+    def end(self, number: int = signal.SIGINT) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(SECONDS)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    served = Server(tmp_path_factory.mktemp("tinker") / "data", free_port())
+    served.start()
+    yield served
+    assert served.end() == 0
+    held = [line for line in (served.data.parent / "tinker.log").open() if HELD in line]
+    assert not held, "no handler may hold the event loop"
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("version", sdk.VERSIONS)
+def test_every_call_of_a_client(version: str, server: Server) -> None:
+    done = sdk.program(version, PROGRAM, server.url, server.key)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["done"]), done.stderr
+
+
+@pytest.mark.timeout(1800)
+def test_the_quick_start_of_the_page(server: Server, tmp_path: Path) -> None:
+    page = ROOT / "docs" / "tinker.md"
+    (quick_start,) = (block for block in blocks(page) if block.kind == "python")
+    script = tmp_path / quick_start.file
+    script.write_text(quick_start.text)
+    done = sdk.program(sdk.NEWEST, script, server.url, server.key)
+    assert done.returncode == 0, done.stderr
+    losses = [float(number) for number in re.findall(r"loss (\S+)", done.stdout)]
+    assert losses[-1] < losses[0] / 2, done.stdout
+
+
+def children(process: int) -> list[int]:
+    listed = Path(f"/proc/{process}/task/{process}/children").read_text()
+    found = [int(number) for number in listed.split()]
+    return found + [each for child in found for each in children(child)]
+
+
+def test_ctrl_c_leaves_no_process_and_the_next_server_has_everything(tmp_path: Path) -> None:
+    served = Server(tmp_path / "data", free_port())
+    served.start()
+    assert served.process is not None
+
+    def post(path: str, **fields: object) -> dict[str, object]:
+        request = urllib.request.Request(
+            f"{served.url}/api/v1/{path}",
+            json.dumps(fields).encode(),
+            {"X-API-Key": served.key, "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            return dict(json.loads(answer.read()))
+
+    session = post("create_session", tags=[], sdk_version="0.38.0")["session_id"]
+    created = post("create_model", session_id=session, model_seq_id=0, base_model="tiny")
+    assert post("retrieve_future", request_id=created["request_id"])["type"] == "create_model"
+    processes = children(served.process.pid)
+    assert len(processes) >= 2, "the engine's, and the index's"
+    assert served.end() == 0
+    assert not (served.data / FILE).exists()
+    deadline = time.monotonic() + SECONDS
+    while left := [each for each in processes if Path(f"/proc/{each}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    served.start()
+    try:
+        described = post("get_info", model_id=created["model_id"])
+        assert (described["model_name"], described["lora_rank"]) == ("tiny", 32)
+    finally:
+        assert served.end() == 0
+
+
+def test_a_model_that_there_is_not_is_named_with_the_fix(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "api.cli.main", "tinker"),
+            *("--model", "/no/such/model", "--data", str(tmp_path / "data")),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment()},
+        timeout=SECONDS,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "/no/such/model" in done.stderr
+    assert "Traceback" not in done.stderr
