@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from orchestration.calls.interface import CallOptions
     from stages.calls.interface import ServedBase
 
+DType = Literal["float32", "bfloat16"]
 CALLS = "calls"  # in the service's folder
 
 
@@ -40,11 +41,11 @@ def tinker_command(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Port 0: any that is free.")
     ] = "127.0.0.1:8770",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ….")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    threads: Annotated[int, typer.Option(help="CPU threads of an engine; 0: all cores.")] = 0,
-    max_rows: Annotated[int, typer.Option(help="Sequences that are sampled at once.")] = 64,
-    max_models: Annotated[int, typer.Option(help="Models in memory, on each base.")] = 16,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    dtype: Annotated[DType, typer.Option(help="Of the arithmetic.")] = "float32",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of an engine; 0: all.")] = 0,
+    max_rows: Annotated[int, typer.Option(min=1, help="Sequences that are sampled at once.")] = 64,
+    max_models: Annotated[int, typer.Option(min=1, help="Models in memory, on each base.")] = 16,
     host_name: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="It is reached by through a proxy. Repeatable."),
@@ -76,8 +77,10 @@ def tinker_command(
             tls_certificate=tls_certificate,
             tls_key=tls_key,
         )
-        options = CallOptions(loaded_models=max_models, sampling_requests=max_rows)
-        engine = {"device": device, "dtype": dtype, "threads": threads, "max_rows": max_rows}
+        options = CallOptions(loaded_models=max_models)
+        engine: dict[str, Any] = {"dtype": dtype, "max_rows": max_rows}
+        engine |= {"threads": threads} if threads else {}
+        engine |= {"device": device} if device != "auto" else {}
         bases = describe_bases(sources, data)
         asyncio.run(_serve(settings, bases, options, engine))
     except (ExtraMissing, Fatal, ServeError, ValueError) as error:
