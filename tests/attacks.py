@@ -101,6 +101,26 @@ BOUNDARIES: Mapping[str, tuple[str, ...]] = {
         "api/server/access/test_submission_policy.py",
         _TENANTS,
     ),
+    "a key of Tinker's clients": (
+        "api/tinker/test_values.py",
+        *(
+            f"api/tinker/test_messages.py::test_{attack}"
+            for attack in (
+                "a_tensor_that_lies_is_refused_by_its_place",
+                "many_empty_parts_are_refused_before_they_take_memory",
+                "any_bytes_are_read_or_refused_in_words",
+            )
+        ),
+        *(
+            f"api/tinker/test_endpoints.py::test_{attack}"
+            for attack in (
+                "what_no_client_sends_is_a_clear_error",
+                "another_token_sees_nothing",
+                "too_many_calls_are_to_be_sent_again",
+                "compressed_bodies_are_read_within_the_limit",
+            )
+        ),
+    ),
     "an external worker": ("api/external/test_external_attacks.py",),
     "a program with a session": (
         "stages/environments/test_requests.py",

@@ -6,6 +6,7 @@ TINKER_BASE_URL, TINKER_API_KEY ──▶ every call of the public clients once 
 from __future__ import annotations
 
 import math
+import urllib.request
 from typing import Any
 
 import tinker
@@ -183,6 +184,12 @@ def look(service: Any, trainer: Any, path: str) -> None:
     rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result()
     everywhere = rest.list_user_checkpoints().result().checkpoints
     assert next(each for each in everywhere if each.tinker_path == path).expires_at is not None
+    weights = rest.get_weights_info_by_tinker_path(path).result()
+    assert (weights.base_model, weights.is_lora, weights.lora_rank) == (MODEL, True, 8), weights
+    if hasattr(rest, "get_checkpoint_archive_url_from_tinker_path"):  # up to 0.35
+        address = rest.get_checkpoint_archive_url_from_tinker_path(path).result().url
+        with urllib.request.urlopen(address) as archive:
+            assert archive.read(512)
     session = model.partition(":")[0]
     assert model in rest.get_session(session).result().training_run_ids
     assert session in rest.list_sessions().result().sessions
@@ -206,6 +213,8 @@ def main() -> None:
     path = save(service, trainer)
     sample(service, trainer)
     look(service, trainer, path)
+    if hasattr(service, "__exit__"):  # from 0.29
+        service.__exit__(None, None, None)
     print("done")
 
 
