@@ -29,10 +29,20 @@ def parse_model(text: str) -> tuple[str, str]:
     return name, source
 
 
-def describe_bases(sources: Mapping[str, str], folder: Path) -> list[ServedBase]:
-    """Return the base models of ``sources``, source by name. Raises ModelNotFound."""
+def describe_bases(
+    sources: Mapping[str, str], folder: Path, *, device: str = "auto"
+) -> list[ServedBase]:
+    """Return the base models of ``sources``, source by name. Raises ModelNotFound, and
+    DeviceMissing where there is no ``device`` for them."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        pool.submit(_check_device, device).result()
         return list(pool.map(_describe, sources, sources.values(), [folder] * len(sources)))
+
+
+def _check_device(device: str) -> None:
+    from stages.device import select
+
+    select(device)
 
 
 def _describe(name: str, source: str, folder: Path) -> ServedBase:

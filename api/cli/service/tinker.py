@@ -81,7 +81,7 @@ def tinker_command(
         engine: dict[str, Any] = {"dtype": dtype, "max_rows": max_rows}
         engine |= {"threads": threads} if threads else {}
         engine |= {"device": device} if device != "auto" else {}
-        bases = describe_bases(sources, data)
+        bases = describe_bases(sources, data, device=device)
         asyncio.run(_serve(settings, bases, options, engine))
     except (ExtraMissing, Fatal, ServeError, ValueError) as error:
         refuse(f"tinker: {error}")

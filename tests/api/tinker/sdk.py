@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sysconfig
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,23 @@ NEWEST = "0.38.0"
 VERSIONS = ("0.25.0", "0.30.4", "0.34.0", NEWEST)
 CACHE = Unix("asyncdock").user_cache_path / "tests"
 SECONDS = 900.0  # for an installation
+PROGRAM_SECONDS = 300.0
+# The losses of a program's own need a torch: that of this environment, last on the path.
+WITH_TORCH = """
+import runpy, sys
+sys.path.append(sys.argv[1])
+del sys.argv[:2]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 READY = "ready"  # a file in what is complete
 
 
-def program(version: str, script: Path, url: str, key: str) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` with the SDK ``version`` against the server at ``url``. Skips the test where
-    the SDK cannot be installed."""
+@contextmanager
+def running(
+    version: str, script: Path, url: str, key: str, *arguments: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Yield the process of ``script`` with the SDK ``version``, a client of the server at ``url``.
+    Skips the test where the SDK cannot be installed."""
     environment = _environment()
     own = {} if version == NEWEST else {"PYTHONPATH": str(_older(version, environment))}
     user = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -38,13 +51,27 @@ def program(version: str, script: Path, url: str, key: str) -> subprocess.Comple
         "NO_PROXY": "127.0.0.1,localhost",
         "HF_HUB_OFFLINE": "1",
     }
-    return subprocess.run(
-        [environment / "bin" / "python", "-W", "ignore", script],
+    python = [str(environment / "bin" / "python"), "-W", "ignore", "-c", WITH_TORCH]
+    process = subprocess.Popen(
+        [*python, sysconfig.get_path("purelib"), str(script), *arguments],
         env=user | settings | own,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def program(version: str, script: Path, url: str, key: str, *arguments: str) -> str:
+    """Return what ``script`` has printed on standard output when it has ended without an error."""
+    with running(version, script, url, key, *arguments) as process:
+        output, errors = process.communicate(timeout=PROGRAM_SECONDS)
+        assert process.returncode == 0, errors
+    return output
 
 
 def _environment() -> Path:
@@ -55,9 +82,6 @@ def _environment() -> Path:
                 shutil.rmtree(folder, ignore_errors=True)
                 venv.create(folder, symlinks=True, with_pip=True)
                 _install(folder, f"tinker=={NEWEST}")
-                # last on the path: the losses of a program's own need a torch
-                packages = next(folder.glob("lib/python*/site-packages"))
-                (packages / "torch.pth").write_text(sysconfig.get_path("purelib"))
                 (folder / READY).touch()
     return folder
 
