@@ -103,7 +103,7 @@ def _lock(folder: Path) -> Path:
 
 
 def _install(environment: Path, *arguments: str) -> None:
-    command = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", *arguments]
+    command = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["?"])[-1]
