@@ -24,6 +24,7 @@ from stages.engines.protocols import WeightMismatch
 from stages.engines.torch.decoding.llama_forward import PackedLinear, Place
 
 OWN = ""  # the name of the decoder's own weights
+ONEDNN_TOKENS = 32  # of fewer, torch's products take less time than calls of oneDNN (measured)
 
 
 class JoinedAdapter:
@@ -44,11 +45,15 @@ class JoinedAdapter:
         self.up = like.new_zeros(sum(self._rows), width, dtype=dtype)
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return ``out`` [..., T, out] with the adapters' outputs for ``x`` [..., T, in] added."""
-        if not self._packed:
-            return out + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
-        inner = torch.ops.mkldnn._linear_pointwise(x, self.down, None, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(inner, out, self.up, None, "add")
+        """Return ``out`` [..., T, out], which may be overwritten, with the adapters' outputs for
+        ``x`` [..., T, in] added."""
+        if self._packed and x.shape[-2] >= ONEDNN_TOKENS:
+            inner = torch.ops.mkldnn._linear_pointwise(x, self.down, None, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise.binary(inner, out, self.up, None, "add")
+        inner = nn.functional.linear(x, self.down)
+        if x.dim() == 2 and out.dtype == inner.dtype:
+            return out.addmm_(inner, self.up.t())
+        return out + nn.functional.linear(inner, self.up)
 
     def places(self, layers: Sequence[str]) -> Iterator[Place]:
         """Return the places of the matrices of the ``layers`` that have an adapter."""
@@ -74,25 +79,31 @@ class JoinedAdapter:
 
 @dataclass(eq=False)
 class MixedAdapter:
-    """The adapters of several sets beside one linear layer. ``tokens``: by the number of tokens
-    that the layer gets, of each set the index int64 [n] of its own."""
+    """The adapters of several sets beside one linear layer. ``orders``: by the number of tokens
+    that the layer gets, their order int64 [T] by sets, and how many each set has."""
 
     adapters: Sequence[JoinedAdapter | None]
-    tokens: Mapping[int, Sequence[torch.Tensor]]
+    orders: Mapping[int, tuple[torch.Tensor, list[int]]]
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add to ``out`` [..., T, out], in place, the outputs for ``x`` [..., T, in] of each
-        token's own set. Raises RuntimeError in a layer that does not get all tokens."""
-        if (count := x.shape[-2]) not in self.tokens:
+        """Return ``out`` [..., T, out], overwritten, with the outputs for ``x`` [..., T, in] of
+        each token's own set added. Raises RuntimeError in a layer that does not get all tokens."""
+        inputs = x.flatten(0, -2)
+        outputs = out.flatten(0, -2)
+        if len(inputs) not in self.orders:
             raise RuntimeError(
-                f"a layer with adapters gets {count} of {max(self.tokens)} tokens: sets of "
+                f"a layer with adapters gets {len(inputs)} of {max(self.orders)} tokens: sets of "
                 "adapters cannot share a forward of this model"
             )
-        for adapter, index in zip(self.adapters, self.tokens[count], strict=True):
-            if adapter is not None:
-                part = out.index_select(-2, index)
-                out.index_copy_(-2, index, adapter.add_to(part, x.index_select(-2, index)))
-        return out
+        order, counts = self.orders[len(inputs)]
+        parts = zip(
+            self.adapters,
+            outputs.index_select(0, order).split(counts),
+            inputs.index_select(0, order).split(counts),
+            strict=True,
+        )
+        added = [part if of is None else of.add_to(part, its_x) for of, part, its_x in parts]
+        return outputs.index_copy_(0, order, torch.cat(added)).view_as(out)
 
 
 class AdaptableModule:
@@ -149,8 +160,8 @@ class AdapterSets:
         self._linears: list[Any] = []
         self._sets: dict[str, AdapterSet] = {}
         self._selected: str | Sequence[str] | None = OWN  # a name, or several
-        self._runs: object = None  # of which self._tokens are
-        self._tokens: dict[int, list[torch.Tensor]] = {}
+        self._runs: object = None  # of which self._orders are
+        self._orders: dict[int, tuple[torch.Tensor, list[int]]] = {}
 
     def lay_out(self, joined: Sequence[Any]) -> None:
         """Take note of the linear layers that are computed ``joined``; others are modules of the
@@ -210,16 +221,16 @@ class AdapterSets:
         if runs != self._runs or present != self._selected:
             of_run = torch.tensor([present.index(name) for name in names])
             of_token = of_run if counts is None else of_run.repeat_interleave(torch.tensor(counts))
-            self._tokens.clear()
-            for of in (of_run, of_token):
-                parts = [(of == number).nonzero()[:, 0] for number in range(len(present))]
-                self._tokens[len(of)] = [devices.put(index, device) for index in parts]
+            self._orders.clear()
+            for numbers in (of_run, of_token):
+                order = devices.put(numbers.argsort(stable=True), device)
+                self._orders[len(numbers)] = order, numbers.bincount().tolist()
             self._runs = runs
         if present != self._selected:
             sets = [self._sets.get(name) for name in present]
             for at, linear in enumerate(self._linears):
                 adapters = [None if each is None else each.adapters[at] for each in sets]
-                linear.adapter = MixedAdapter(adapters, self._tokens) if any(adapters) else None
+                linear.adapter = MixedAdapter(adapters, self._orders) if any(adapters) else None
             self._selected = present
         return True
 
