@@ -96,7 +96,7 @@ class TorchSampler:
                 await self._engine.put_adapters(name, step, weights, scale=scale)
             elif self._whole is not None:
                 await self._whole.put(name, weights, step)
-        except WeightMismatch as error:
+        except ValueError as error:  # of weights that do not fit, or no room for more
             raise _refused("model", name, str(error)) from error
         self._options[name] = options
 

@@ -87,3 +87,31 @@ def check_weights(weights: Mapping[str, torch.Tensor], expected: Layout) -> None
             "; ".join(problems[:SHOWN]) + more + "; offer the parameters of the same model, tied "
             "ones once"
         )
+
+
+def check_adapters(
+    weights: Mapping[str, torch.Tensor], layers: Mapping[str, tuple[int, int]]
+) -> tuple[int, set[str]]:
+    """Return the rank of adapters ``weights``, matrices by their names of
+    :mod:`stages.adapters.names`, and the layers that have one. ``layers``: (inputs, outputs) of the
+    model's linear layers. Raises WeightMismatch where they are no adapters of these, all of one
+    rank."""
+    from stages.adapters.names import down_of, up_of
+
+    ranks = {len(weight) for name, weight in weights.items() if ".lora_A." in name}
+    if len(ranks) != 1:
+        raise WeightMismatch(f"adapters have ranks {sorted(ranks)}; offer those of one rank")
+    (rank,) = ranks
+    adapted = {name.partition(".lora_")[0] for name in weights}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in adapted & layers.keys():
+        inputs, outputs = layers[name]
+        shapes |= {down_of(name): (rank, inputs), up_of(name): (outputs, rank)}
+    offered = {name: tuple(weight.shape) for name, weight in weights.items()}
+    for name in sorted(offered.keys() | shapes.keys()):
+        if offered.get(name) != shapes.get(name):
+            raise WeightMismatch(
+                f"{name}: {offered.get(name, 'missing')} offered, the model has "
+                f"{shapes.get(name, 'no such linear layer')}"
+            )
+    return rank, adapted

@@ -96,14 +96,16 @@ def ascend_config() -> dict[str, Any]:
     return {"weight_nz_mode": 0} if is_installed("vllm_ascend") else {}
 
 
-async def pause(vllm: Any, llm: Any, mode: str, *, clear_cache: bool) -> None:
+async def pause(
+    vllm: Any, llm: Any, mode: str, *, clear_cache: bool, delivered: bool = False
+) -> None:
     """Pause ``llm``.
 
-    Where vLLM does not count versions, returns when each generator of ``llm`` has had all its
-    tokens.
+    With ``delivered``, or where vLLM does not count versions, returns when each generator of
+    ``llm`` has had all its tokens.
     """
     await llm.pause_generation(mode=mode, clear_cache=clear_cache)
-    if not vllm.counts_versions:
+    if delivered or not vllm.counts_versions:
         await _delivered(llm)
 
 

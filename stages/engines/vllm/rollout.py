@@ -31,6 +31,7 @@ import torch
 
 from stages.adapters.options import AdapterOptions
 from stages.engines.protocols import (
+    AdaptersRemoved,
     Completion,
     EngineClosed,
     EngineFailed,
@@ -41,6 +42,7 @@ from stages.engines.protocols import (
     Token,
 )
 from stages.engines.responses import Responses, engine_failed, response_failed
+from stages.engines.vllm.adapter_sets import AdapterRoom, LoadedSet, VllmAdapterSets
 from stages.engines.vllm.adapters import VllmAdapters
 from stages.engines.vllm.library import engine_arguments, import_vllm, pause, vllm_environment
 from stages.engines.vllm.rows import VllmRow, check_request, likeliest, sampling_params
@@ -66,7 +68,8 @@ class VllmRolloutEngine:
     limit). ``block_size``: tokens of a KV block; rows of a group share whole blocks of their prompt
     (None: vLLM's default, 128 on the CPU). ``threads``: CPU threads. ``transfer_timeout``: seconds
     for new weights to reach vLLM's workers. ``adapters``: the weights that the engine takes are
-    those of adapters on the model, ``first`` of them at its start (None: zeros). ``sampled``:
+    those of adapters on the model, ``first`` of them at its start (None: zeros). ``room``: for sets
+    of adapters that requests name (None: there are none), without ``adapters``. ``sampled``:
     tokens from it on pad the head and are never sampled (with ``filters``, logprobs count them).
     ``arguments``: further engine arguments.
 
@@ -93,9 +96,12 @@ class VllmRolloutEngine:
         initial_version: int = 0,
         adapters: AdapterOptions | None = None,
         first: Mapping[str, torch.Tensor] | None = None,
+        room: AdapterRoom | None = None,
         sampled: int | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
+        if adapters and room:
+            raise ValueError("an engine takes adapters in place of weights, or has room for sets")
         self._vllm = import_vllm()
         self._filters = filters
         self._rebuild = kv_cache == "rebuild"
@@ -103,6 +109,7 @@ class VllmRolloutEngine:
         self._weights = _weights(
             self._vllm, model, dtype, shared, transfer_timeout, adapters, first
         )
+        self._sets = VllmAdapterSets(self._vllm, model, dtype, shared, room)
         self._loading = False  # vLLM is paused for a swap
         self._rows: dict[VllmRow, asyncio.Task[None]] = {}
         self._numbers = itertools.count()
@@ -130,6 +137,7 @@ class VllmRolloutEngine:
             worker_extension_cls="stages.engines.vllm.worker.WorkerExtension",
             disable_log_stats=True,
             **(VllmAdapters.arguments(adapters) if adapters else {}),
+            **self._sets.arguments(),
         )
         with vllm_environment(threads):
             self._llm = self._vllm.AsyncLLM.from_engine_args(
@@ -211,7 +219,7 @@ class VllmRolloutEngine:
         if temperature not in (0.0, 1.0):
             return None
         ids = [*prompt_ids.tolist(), *response_ids.tolist()]
-        positions = await self._prompt_logprobs(ids, 0)
+        positions = await self._prompt_logprobs(ids, 0, "")
         after = zip(ids[len(prompt_ids) :], positions[len(prompt_ids) :], strict=True)
         return torch.tensor(
             [position[token].logprob for token, position in after], dtype=torch.float32
@@ -223,9 +231,9 @@ class VllmRolloutEngine:
         """See :class:`~stages.engines.protocols.PromptScoringEngine`."""
         self._check(request)
         ids = request.prompt_ids.tolist()
-        version = self._version
+        version = self._loaded(request.adapters).version
         scored = []
-        positions = await self._prompt_logprobs(ids, alternatives)
+        positions = await self._prompt_logprobs(ids, alternatives, request.adapters)
         for token, position in zip(ids[1:], positions[1:], strict=True):
             named = likeliest(position, alternatives)
             others = tuple((other, position[other].logprob) for other in named)
@@ -234,23 +242,24 @@ class VllmRolloutEngine:
             scored.append((prompt_token, logprob.rank))
         return scored
 
-    async def _prompt_logprobs(self, ids: list[int], count: int) -> list[Any]:
+    async def _prompt_logprobs(self, ids: list[int], count: int, adapters: str) -> list[Any]:
         """Return vLLM's logprobs of the tokens ``ids``, and of the ``count`` likeliest ones, at
         each position; None at the first one."""
         async with self._swaps:
             self._refuse_closed()
             await self._start()
+            loaded = self._loaded(adapters)
             params = self._vllm.SamplingParams(
                 max_tokens=1, temperature=0.0, prompt_logprobs=count, detokenize=False
             )
-            prompt = {"prompt_token_ids": ids, "cache_salt": str(self._version)}
+            prompt = {"prompt_token_ids": ids, "cache_salt": loaded.salt}
             prompt_logprobs: list[Any] = []
             if self._paused:
                 await self._llm.resume_generation()
             try:
                 asked = (prompt, params, f"score-{next(self._numbers)}")
                 async with aclosing(
-                    self._llm.generate(*asked, lora_request=self._weights.request)
+                    self._llm.generate(*asked, lora_request=loaded.request)
                 ) as outputs:
                     async for output in outputs:
                         prompt_logprobs = prompt_logprobs or output.prompt_logprobs or []
@@ -306,6 +315,9 @@ class VllmRolloutEngine:
                 if (reason is None and cut) or (reason == "length" and short):
                     reason = "cut"
             row.responses.put(row.completion(reason))
+        except AdaptersRemoved as error:
+            row.responses.put(error)
+            self._abort(row.responses)
         except Exception as error:
             if self._llm.errored:
                 self._fail(error)
@@ -317,32 +329,48 @@ class VllmRolloutEngine:
         """Generate the rest of the row. Returns None when it was aborted before its end."""
         row.cut = False
         row.request_id = f"{row.request.group}-{row.place}-{next(self._numbers)}"
-        version = self._version
+        adapters = row.request.adapters
+        loaded = self._loaded(adapters)
         prompt = {
             "prompt_token_ids": row.request.prompt_ids.tolist() + row.tokens,
-            "cache_salt": str(version),
+            "cache_salt": loaded.salt,
         }
         asked = (prompt, sampling_params(self._vllm, row), row.request_id)
-        async with aclosing(
-            self._llm.generate(*asked, lora_request=self._weights.request)
-        ) as outputs:
+        # vLLM counts the versions of the engine's own weights
+        counts_versions = self._vllm.counts_versions and not adapters
+        async with aclosing(self._llm.generate(*asked, lora_request=loaded.request)) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]
+                present = self._loaded(adapters)
                 if not row.tokens:
                     row.cached_tokens = output.num_cached_tokens or 0
-                if not row.tokens and version != self._version:
+                if not row.tokens and present.salt != loaded.salt:
                     return None  # it reached vLLM too late for the swap to abort it
                 # it changes before vLLM goes on
-                row.add(piece, version, self._version, self._vllm.counts_versions)
+                row.add(piece, loaded.version, present.version, counts_versions)
                 if piece.finish_reason in ("stop", "length"):
                     return piece.finish_reason
                 if piece.finish_reason not in (None, "abort"):
                     raise RuntimeError(f"vLLM ended a request with {piece.finish_reason!r}")
         return None
 
+    def _loaded(self, adapters: str) -> LoadedSet:
+        """Return what requests with these ``adapters`` are made with now. Raises
+        AdaptersRemoved."""
+        if not adapters:
+            request = self._weights.request or self._sets.base
+            return LoadedSet(self._version, str(self._version), request)
+        if adapters not in self._sets.loaded:
+            raise AdaptersRemoved(f"the adapters {adapters!r} were removed")
+        return self._sets.loaded[adapters]
+
     def _check(self, request: GroupRequest) -> None:
         check_request(
-            request, vocabulary=self._vocabulary, context=self.context, filters=self._filters
+            request,
+            vocabulary=self._vocabulary,
+            context=self.context,
+            filters=self._filters,
+            adapters=self._sets.loaded,
         )
         has_named = hasattr(self._vllm.SamplingParams, "logprob_token_ids")
         if request.params.logprob_token_ids and not has_named:
@@ -377,6 +405,7 @@ class VllmRolloutEngine:
         async with self._starting:
             if not self._started:
                 await self._weights.start(self._llm, self._version)
+                await self._sets.start(self._llm)
                 self._started = True
 
     async def _swap(
@@ -471,3 +500,41 @@ class VllmReceivingEngine(VllmRolloutEngine):
             return weights
         landed: Landed = await super()._bring(version, weights)
         return landed
+
+
+class VllmMultiAdapterEngine(VllmRolloutEngine):
+    """A :class:`~stages.engines.protocols.MultiAdapterEngine`, made with ``room``."""
+
+    async def put_adapters(
+        self, name: str, version: int, weights: Mapping[str, torch.Tensor], *, scale: float
+    ) -> None:
+        """See :class:`~stages.engines.protocols.MultiAdapterEngine`. Raises ValueError where there
+        is no room."""
+        async with self._swaps:
+            self._refuse_closed()
+            await self._start()
+            folder = await asyncio.to_thread(self._sets.bring, name, weights, scale)
+            self._swapped.clear()
+            try:
+                await pause(self._vllm, self._llm, "keep", clear_cache=False, delivered=True)
+                rows = [row for row in self._rows if row.request.adapters == name]
+                early = [row.request_id for row in rows if row.request_id and not row.tokens]
+                await self._llm.abort(early)
+                await self._sets.load(self._llm, name, version, folder)
+            finally:
+                if not (self._closed or self._paused):
+                    await self._llm.resume_generation()
+                self._swapped.set()
+
+    async def remove_adapters(self, name: str) -> None:
+        async with self._swaps:
+            self._refuse_closed()
+            del self._sets.loaded[name]
+            rows = [row for row in self._rows if row.request.adapters == name]
+            tasks = [self._rows[row] for row in rows]
+            for responses in {id(row.responses): row.responses for row in rows}.values():
+                responses.put(AdaptersRemoved(f"the adapters {name!r} were removed"))
+                self._abort(responses)
+            # vLLM fails where a request names adapters that are gone
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._sets.remove(self._llm, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -88,12 +88,19 @@ def likeliest(position: Mapping[int, Any], count: int) -> list[int]:
     return sorted(position, key=lambda token: position[token].rank)[:count]
 
 
-def check_request(request: GroupRequest, *, vocabulary: int, context: int, filters: bool) -> None:
+def check_request(
+    request: GroupRequest,
+    *,
+    vocabulary: int,
+    context: int,
+    filters: bool,
+    adapters: Collection[str] = (),
+) -> None:
     """Raise RequestRefused for a request that an engine with these limits cannot serve.
 
-    ``filters``: it was made for top-k and top-p.
+    ``filters``: it was made for top-k and top-p. ``adapters``: the sets that it has.
     """
-    check_basics(request, vocabulary=vocabulary, context=context)
+    check_basics(request, vocabulary=vocabulary, context=context, adapters=adapters)
     params = request.params
     refused = functools.partial(RequestRefused, request.group)
     is_split = any(len(of.token_ids) > of.turn_start for of in request.begun.values())
@@ -113,10 +120,11 @@ def check_request(request: GroupRequest, *, vocabulary: int, context: int, filte
             f"to 0"
         )
         raise refused("temperature", problem, f"give 0, or {LEAST_VLLM:g} at least")
-    if params.raw_logprobs and params.temperature not in (0.0, 1.0):
-        fix = "vLLM has logprobs after temperature: use temperature 0 or 1"
+    is_tempered = params.temperature not in (0.0, 1.0)
+    if params.raw_logprobs and is_tempered and not filters:
+        fix = "it needs an engine made with filters=True"
         raise refused("raw_logprobs", f"{params}", fix)
-    if filters and params.temperature not in (0.0, 1.0):
+    if filters and is_tempered and not params.raw_logprobs:
         fix = "an engine made with filters=True gives logprobs at temperature 0 or 1"
         raise refused("temperature", f"{params}", fix)
 

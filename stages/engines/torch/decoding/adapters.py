@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from stages import device as devices
-from stages.engines.protocols import WeightMismatch
+from stages.engines.checks import check_adapters
 from stages.engines.torch.decoding.llama_forward import PackedLinear, Place
 
 OWN = ""  # the name of the decoder's own weights
@@ -102,7 +102,10 @@ class MixedAdapter:
             inputs.index_select(0, order).split(counts),
             strict=True,
         )
-        added = [part if of is None else of.add_to(part, its_x) for of, part, its_x in parts]
+        added = [
+            part if adapter is None else adapter.add_to(part, inputs_of_set)
+            for adapter, part, inputs_of_set in parts
+        ]
         return outputs.index_copy_(0, order, torch.cat(added)).view_as(out)
 
 
@@ -171,28 +174,10 @@ class AdapterSets:
         self._linears = [*joined, *map(AdaptableModule, rest)]
 
     def make(self, weights: Mapping[str, torch.Tensor], scale: float) -> AdapterSet:
-        """Return a set of zeros for ``weights``, matrices by their names of
-        :mod:`stages.adapters.names`. Raises WeightMismatch where they are not those of linear
-        layers of the model, all of one rank."""
-        from stages.adapters.names import down_of, up_of
-
-        ranks = {len(weight) for name, weight in weights.items() if ".lora_A." in name}
-        if len(ranks) != 1:
-            raise WeightMismatch(f"adapters have ranks {sorted(ranks)}; offer those of one rank")
-        (rank,) = ranks
-        shapes: dict[str, tuple[int, ...]] = {}
-        layers = {name.partition(".lora_")[0] for name in weights}
-        for name in layers & self._layers.keys():
-            module = self._layers[name]
-            shapes[down_of(name)] = (rank, module.in_features)
-            shapes[up_of(name)] = (module.out_features, rank)
-        offered = {name: tuple(weight.shape) for name, weight in weights.items()}
-        for name in sorted(offered.keys() | shapes.keys()):
-            if offered.get(name) != shapes.get(name):
-                raise WeightMismatch(
-                    f"{name}: {offered.get(name, 'missing')} offered, the model has "
-                    f"{shapes.get(name, 'no such linear layer')}"
-                )
+        """Return a set of zeros for ``weights``. Raises WeightMismatch where they are none of
+        adapters on linear layers of the model."""
+        sizes = {name: (each.in_features, each.out_features) for name, each in self._layers.items()}
+        rank, layers = check_adapters(weights, sizes)
         return AdapterSet(self._linears, self._names, layers, rank, scale)
 
     def of(self, name: str) -> AdapterSet | None:

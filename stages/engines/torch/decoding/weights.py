@@ -73,9 +73,9 @@ class DecoderWeights:
         self.adapters.lay_out(linears or (llama.linears() if llama is not None else []))
         if self._options is not None:
             zeros = {name: torch.empty(shape) for name, (shape, _) in self._layout.items()}
-            own = self.adapters.make(zeros, self._options.scale)
-            self.adapters.put(OWN, own)
-            self._places = own.places
+            adapters = self.adapters.make(zeros, self._options.scale)
+            self.adapters.put(OWN, adapters)
+            self._places = adapters.places
 
     def check(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Raise ``WeightMismatch`` unless ``weights`` have names, shapes and dtypes of the
@@ -124,9 +124,9 @@ class DecoderWeights:
     ) -> tuple[AdapterSet, WeightSet]:
         """Return the set ``name``, a new one of zeros where there is none, and copies of
         ``weights`` for it. Raises WeightMismatch."""
-        made = self.adapters.make(weights, scale)
-        present = self.adapters.of(name) or made
-        if present.options != made.options:
+        offered = self.adapters.make(weights, scale)
+        present = self.adapters.of(name) or offered
+        if present.options != offered.options:
             raise WeightMismatch(
                 f"adapters {name!r} have another rank, scale or other layers than before; "
                 "remove them first"
