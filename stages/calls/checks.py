@@ -134,10 +134,11 @@ def _inputs(
         if values.shape != shape:
             wrong = f"has the shape {[*values.shape]}, and {TARGETS} {[*shape]}"
             raise _refused(at, None, wrong, "make them equal")
-        numbers = values.astype(np.float32)
+        with np.errstate(over="ignore"):
+            numbers = values.astype(np.float32)
         if not np.isfinite(numbers).all():
             place = int(np.flatnonzero(~np.isfinite(numbers))[0])
-            wrong = f"is not finite at place {place}"
+            wrong = f"at place {place} is no finite float32"
             raise _refused(at, str(values.flat[place]), wrong, "send finite numbers")
         yield name, numbers
 

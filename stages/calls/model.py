@@ -30,6 +30,7 @@ from stages.calls.interface import (
 from stages.calls.losses import Loss, LossTokens
 from stages.calls.packing import MicroBatch, pack_data, plan
 from stages.engines.torch.model.optimizer import all_finite
+from stages.engines.torch.train import TorchTrainEngine
 
 # by what follows the colon in a metric's name
 JOINED: Mapping[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
@@ -131,11 +132,11 @@ class TorchCalledModel:
 
 
 class _Pass:
-    """One pass of checked data through ``engine``."""
+    """One pass of checked data through ``engine``, and what it gives."""
 
     def __init__(
         self,
-        engine: Any,
+        engine: TorchTrainEngine,
         columns: Sequence[DatumColumns],
         loss: Loss,
         options: Mapping[str, float],
@@ -151,11 +152,13 @@ class _Pass:
         self._measured: dict[str, list[float]] = {"fed_tokens:sum": [float(fed)]}
 
     def forward(self) -> PassOutput:
+        """Compute the loss, without gradients."""
         for number, outputs in enumerate(self._engine.score(self._packings)):
             self._loss_of(number, *outputs)
         return self._output()
 
     def forward_backward(self) -> PassOutput:
+        """Add the gradients of the loss. Raises FloatingPointError."""
         self._engine.learn(self._packings, self._loss_of)
         return self._output()
 

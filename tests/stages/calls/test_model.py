@@ -305,7 +305,12 @@ REFUSED: list[tuple[str, list[Datum], dict[str, Any], str]] = [
         r"weights: has the shape \[3, 2\], and targ",
     ),
     ("cross_entropy", one(weights=np.array(["a"] * 3)), {}, '"<U1": is no dtype of numbers'),
-    ("cross_entropy", one(weights=np.array([1, np.inf, 0])), {}, '"inf": is not finite at place 1'),
+    (
+        "cross_entropy",
+        one(weights=np.array([1, np.inf, 0])),
+        {},
+        '"inf": at place 1 is no finite float',
+    ),
     ("cross_entropy", tokens(1, 2, 999), {}, r"data\.1\.model_input = 999: at place 2 is no token"),
     ("cross_entropy", tokens(), {}, r"data\.1\.model_input"),
     ("cross_entropy", tokens([1, 2]), {}, r"model_input: has the shape \[1, 2\]; send 1 to 512"),
