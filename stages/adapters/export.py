@@ -74,13 +74,16 @@ def write_merged(
     kind: str = "",
 ) -> None:
     """Write a Hugging Face checkpoint of ``model``, which has adapters, without them: with W +
-    ``scale`` · B·A, summed in float32, in place of each W that has one. ``base``:
+    ``scale`` · B·A, summed in float32, in place of each W that has one. An output head that has
+    one, and is the embedding in ``model``, becomes a matrix of its own. ``base``:
     :func:`base_weights`, or the files that they were read from; default: those in ``model``.
     ``kind``: the class of the model, where its own is another one."""
     dtype = next(iter(adapters.values())).dtype
+    ties = getattr(model, "all_tied_weights_keys", {})
+    untied = {n: source for n, source in ties.items() if down_of(_layer(n)) in adapters}
 
     def saved(name: str, value: torch.Tensor) -> torch.Tensor:
-        layer = name.removesuffix(".weight")
+        layer = _layer(name)
         if down_of(layer) not in adapters:
             return value
         down, up = (
@@ -94,10 +97,22 @@ def write_merged(
             key: torch.empty(shape, dtype=dtype, device="meta")
             for key, shape in base.shapes().items()
         }
-        values = ((key, saved(name, value)) for key, name, value in base.tensors())
+        keys = {name: key for key, name, _ in base.tensors()}
+        heads = {source: name for name, source in untied.items() if name not in keys}
+        sizes |= {head: sizes[keys[source]] for source, head in heads.items()}
+        values = chain(
+            ((key, saved(name, value)) for key, name, value in base.tensors()),
+            (
+                (heads[source], saved(heads[source], value))
+                for _, source, value in base.tensors()
+                if source in heads
+            ),
+        )
     else:
-        held = base or base_weights(model)
-        learned = {plain_name(name) for name, _ in model.named_parameters()}
+        held = dict(base or base_weights(model))
+        held |= {name: held[source] for name, source in untied.items() if name not in held}
+        parameters = model.named_parameters(remove_duplicate=False)
+        learned = {plain_name(name) for name, _ in parameters}
         empty = {
             n: torch.empty_like(v, device="meta", dtype=dtype if n in learned else None)
             for n, v in held.items()
@@ -115,4 +130,9 @@ def write_merged(
         kind=kind or type(model).__name__,
         dtype=dtype,
         file_bytes=FILE_BYTES,
+        untied=bool(untied),
     )
+
+
+def _layer(weight: str) -> str:
+    return weight.removesuffix(".weight")

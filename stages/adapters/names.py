@@ -32,24 +32,32 @@ def adapted_layers(model: Any, targets: Sequence[str]) -> dict[str, tuple[int, i
     :class:`AdapterOptions` mean, by name. The model may be on the device ``meta``. Where its
     checkpoints have experts one by one, layers with the names of an expert's are none of them: peft
     takes these names for the experts. Raises ValueError for a target that is no such layer."""
-    head = model.get_output_embeddings()
+    head = head_name(model)
     parts = _names_of_parts(model)
     modules = {n: m for n, m in model.named_modules() if n.rpartition(".")[2] not in parts}
-    linear = {n: m for n, m in modules.items() if type(m) is nn.Linear and m is not head}
+    linear = {n: m for n, m in modules.items() if type(m) is nn.Linear}
+    before_head = linear.keys() - {head}
     for target in targets:
         if not any(_is_meant(name, [target]) for name in linear):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in before_head})) or "none"
             raise ValueError(
                 f"{target!r} is no linear layer of {type(model).__name__} before its "
                 f"head; it has {known}"
             )
-    if not linear:
+    if not before_head:
         raise ValueError(f"{type(model).__name__} has no linear layers before its head")
     return {
         n: (m.in_features, m.out_features)
         for n, m in linear.items()
-        if not targets or _is_meant(n, targets)
+        if (_is_meant(n, targets) if targets else n != head)
     }
+
+
+def head_name(model: Any) -> str:
+    """Return the name of the output head of ``model``; "" where that is no linear layer."""
+    head = model.get_output_embeddings()
+    names = (name for name, module in model.named_modules() if module is head)
+    return next(names, "") if type(head) is nn.Linear else ""
 
 
 def _names_of_parts(model: Any) -> set[str]:

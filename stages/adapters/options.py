@@ -14,8 +14,8 @@ class AdapterOptions:
     rank], A [rank, in].
 
     ``targets``: names of the linear layers, or ends of them after a dot; empty: all but the output
-    head. ``seed`` gives A its first values; B begins with zeros. ``dtype``: in which the matrices
-    are trained."""
+    head, which has an adapter where it is named. ``seed`` gives A its first values; B begins with
+    zeros. ``dtype``: in which the matrices are trained."""
 
     rank: int
     alpha: float

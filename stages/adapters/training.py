@@ -4,6 +4,7 @@ model without them."""
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,9 @@ def add_adapters(model: Any, options: AdapterOptions) -> dict[str, Any]:
 
     config = peft_config(model, options)
     is_empty = model.device.type == "meta"
-    with torch.device("meta"):  # of this thread alone, and no random numbers are drawn
+    with warnings.catch_warnings(), torch.device("meta"):
+        # the device is of this thread alone, and no random numbers are drawn
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
         inject_adapter_in_model(LoraConfig(**config), model)
     dtype = getattr(torch, options.dtype)
     for layer in adapted(model).values():

@@ -11,6 +11,7 @@ a path       a directory in Hugging Face format
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.metadata
 import importlib.util
@@ -156,8 +157,10 @@ def write_checkpoint(
     kind: str,
     dtype: torch.dtype,
     file_bytes: int,
+    untied: bool = False,
 ) -> None:
-    """Write a Hugging Face checkpoint of ``model``, of the class ``kind``.
+    """Write a Hugging Face checkpoint of ``model``, of the class ``kind``. ``untied``: ``values``
+    have an output head of its own, and ``model`` one that is its embedding.
 
     ``values`` are its tensors under the names that checkpoints have, ``sizes`` the same on the
     device ``meta``, in the dtypes that they are written in. As many are held as one file has: at
@@ -174,7 +177,9 @@ def write_checkpoint(
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    config = model.config
+    config = copy.deepcopy(model.config)
+    if untied:
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     config.__dict__.pop("quantization_config", None)
     config.architectures = [kind]
     config.dtype = dtype

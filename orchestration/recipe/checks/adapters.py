@@ -59,7 +59,7 @@ def adapters_fit_the_model(recipe: Recipe, environment: Environment) -> Iterator
         return
     if not is_installed("peft"):
         yield problem(recipe, "model.lora.rank", "needs the package peft", install("lora"))
-    from stages.adapters.names import adapted_layers
+    from stages.adapters.names import adapted_layers, head_name
     from stages.model.load import empty_model
 
     if (model := value_or_none(lambda: empty_model(recipe.model.source))) is None:
@@ -74,6 +74,9 @@ def adapters_fit_the_model(recipe: Recipe, environment: Environment) -> Iterator
         )
         yield problem(recipe, "model.lora.targets", str(error), fix)
         return
+    if (head := head_name(model)) in layers:
+        reason = f"names {head!r}, the output head, which not all engines of a run adapt"
+        yield problem(recipe, "model.lora.targets", reason, "name layers before it alone")
     narrowest = min(layers, key=lambda name: min(layers[name]))
     if adapters.rank > (most := min(layers[narrowest])):
         reason = f"is more than the narrowest side of {narrowest}, which has {most} numbers"

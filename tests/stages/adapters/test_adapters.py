@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 from benchmarks.families import model_of as family_model
 from orchestration.checkpoints.checkpoint import Checkpoint, Writer
 from stages.adapters.export import load_adapter
-from stages.adapters.names import adapter_shapes
+from stages.adapters.names import adapter_shapes, down_of, up_of
 from stages.adapters.options import ADAPTER, AdapterOptions
 from stages.algorithms import NamedAlgorithm
 from stages.engines.protocols import WeightMismatch
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.train import TorchTrainEngine
+from stages.model.files import open_skeleton
 from stages.weights.transport.store import WeightStore
 from tests.batches import VOCABULARY, make_batch
 from tests.ranks import of_product, on_ranks
@@ -28,6 +29,8 @@ from tests.stages.sharded import OPTIONS, algorithm, saved, steps, weights_of, w
 from tests.stages.sharded import model_of as small_model
 
 LORA = AdapterOptions(4, 8.0, seed=3)
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WITH_HEAD = AdapterOptions(4, 8.0, (*LAYERS, "lm_head"), seed=3)
 ADAPTED: dict[str, Any] = {**OPTIONS, "adapters": LORA}
 IDS = torch.arange(12) * 5 % 20
 
@@ -124,8 +127,6 @@ def test_a_target_that_is_no_linear_layer_is_refused() -> None:
         match="'query' is no linear layer of Qwen3ForCausalLM before its head; it has down_pr",
     ):
         engine_of(adapters=AdapterOptions(2, 4.0, ("query",)))
-    with pytest.raises(ValueError, match="'lm_head' is no linear layer"):
-        engine_of(adapters=AdapterOptions(2, 4.0, ("lm_head",)))
 
 
 def assert_same_policy(
@@ -185,9 +186,15 @@ def test_the_base_is_the_reference() -> None:
         TorchTrainEngine(model_of("qwen3"), **OPTIONS).train_batch(batch, by_base)
 
 
-@pytest.mark.parametrize("kind", ["llama", "moe"])
-def test_exports_are_opened_by_peft_and_by_transformers(kind: str, tmp_path: Path) -> None:
-    engine = trained(kind)
+@pytest.mark.parametrize(
+    ("kind", "adapters"),
+    [("llama", LORA), ("moe", LORA), ("llama", WITH_HEAD)],
+    ids=["llama", "moe", "head"],
+)
+def test_exports_are_opened_by_peft_and_by_transformers(
+    kind: str, adapters: AdapterOptions, tmp_path: Path
+) -> None:
+    engine = trained(kind, adapters=adapters)
     engine.save_pretrained(tmp_path / "model")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     of_peft = PeftModel.from_pretrained(model_of(kind), tmp_path / ADAPTER)
@@ -195,6 +202,25 @@ def test_exports_are_opened_by_peft_and_by_transformers(kind: str, tmp_path: Pat
     assert (plain_logits(merged) - plain_logits(model_of(kind))).abs().max() > 0.01
     assert weights_of(engine).keys() == load_adapter(tmp_path / ADAPTER, torch.float32).keys()
     assert of_peft.peft_config["default"].r == LORA.rank
+
+
+@pytest.mark.parametrize("of_files", [False, True])
+def test_a_merged_head_is_a_matrix_of_its_own(of_files: bool, tmp_path: Path) -> None:
+    """The embedding that it was in the base is as before."""
+    model_of("llama").save_pretrained(tmp_path / "base")
+    opened = open_skeleton(tmp_path / "base", torch.float32) if of_files else None
+    engine = trained("llama", adapters=WITH_HEAD)
+    engine.packed_model.save_adapters(
+        tmp_path / "model", weights_of(engine), base=opened and opened[1]
+    )
+    assert engine.model.config.tie_word_embeddings
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert not merged.config.tie_word_embeddings
+    words = merged.get_input_embeddings().weight
+    assert torch.equal(words, model_of("llama").get_input_embeddings().weight)
+    matrices = weights_of(engine)
+    change = 2.0 * matrices[up_of("lm_head")] @ matrices[down_of("lm_head")]
+    assert torch.allclose(merged.get_output_embeddings().weight, words + change, atol=1e-6)
 
 
 def test_a_bfloat16_base_has_float32_adapters_and_publishes_bfloat16() -> None:
@@ -232,21 +258,24 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "kind"),
+    ("chosen", "kind", "adapters"),
     [
-        ({"dp": 2}, "qwen3"),
-        ({"tp": 2}, "biased"),
-        ({"dp": 2, "tp": 2}, "gathered"),
-        ({"tp": 2}, "fused"),
-        ({"cp": 2}, "qwen3"),
+        ({"dp": 2}, "qwen3", LORA),
+        ({"tp": 2}, "biased", LORA),
+        ({"dp": 2, "tp": 2}, "gathered", LORA),
+        ({"tp": 2}, "fused", LORA),
+        ({"cp": 2}, "qwen3", LORA),
+        ({"dp": 2}, "qwen3", WITH_HEAD),
+        ({"tp": 2}, "qwen3", WITH_HEAD),
     ],
 )
-def test_ranks_train_what_one_process_trains(chosen: dict[str, int], kind: str) -> None:
-    engine = engine_of(kind, learning_rate=1e-3)
+def test_ranks_train_what_one_process_trains(
+    chosen: dict[str, int], kind: str, adapters: AdapterOptions
+) -> None:
+    engine = engine_of(kind, learning_rate=1e-3, adapters=adapters)
     wanted = [dict(engine.train_batch(make_batch(seed=seed), algorithm())) for seed in range(3)]
-    *found, weights = of_product(chosen, steps, kind, 3, {"adapters": LORA, "learning_rate": 1e-3})[
-        0
-    ]
+    options = {"adapters": adapters, "learning_rate": 1e-3}
+    *found, weights = of_product(chosen, steps, kind, 3, options)[0]
     for one, other in zip(found, wanted, strict=True):
         assert other.pop("fed_tokens") <= one.pop("fed_tokens")
         assert one == pytest.approx(other, rel=1e-3, abs=1e-6)
@@ -255,9 +284,12 @@ def test_ranks_train_what_one_process_trains(chosen: dict[str, int], kind: str) 
         np.testing.assert_allclose(weights[name], value.numpy(), atol=2e-4, err_msg=name)
 
 
-def test_a_checkpoint_of_ranks_is_read_by_one_process_and_exported(tmp_path: Path) -> None:
-    state = on_ranks(2, 1, saved, "llama", str(tmp_path), {"adapters": LORA})[0]
-    engine = engine_of("llama", seed=0)
+@pytest.mark.parametrize("adapters", [LORA, WITH_HEAD], ids=["layers", "head"])
+def test_a_checkpoint_of_ranks_is_read_by_one_process_and_exported(
+    adapters: AdapterOptions, tmp_path: Path
+) -> None:
+    state = on_ranks(2, 1, saved, "llama", str(tmp_path), {"adapters": adapters})[0]
+    engine = engine_of("llama", seed=0, adapters=adapters)
     Checkpoint(tmp_path, 1, {}, []).load_into(engine)
     assert all(np.array_equal(value, state[name]) for name, value in whole_state(engine).items())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stages import device
+from stages.adapters.options import is_adapted
 from stages.engines.torch.model.layers import linear
 
 # weights that are held in float32 at once where the device has no matmul with float32 output: 4 MiB
@@ -49,6 +50,18 @@ def float32_logits(
     if bias is not None:
         logits += bias
     return logits.view(*hidden.shape[:-1], len(weight))
+
+
+def head_adapter(
+    head: Any, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Return, of the adapter of ``head``, alpha / rank · A·h float32 [..., rank] of ``hidden``
+    [..., d], and B [V, rank]: their product is what it adds to the logits. None: it has none, or
+    its adapter is off."""
+    if not is_adapted(head) or head.disable_adapters:
+        return None, None
+    inner = linear(hidden.float(), head.lora_A["default"].weight.float(), None)
+    return inner * head.scaling["default"], head.lora_B["default"].weight
 
 
 def _by_pieces(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

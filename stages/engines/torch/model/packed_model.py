@@ -20,7 +20,7 @@ from stages import device as devices
 from stages.adapters.options import ADAPTER, AdapterOptions
 from stages.engines.torch.model.attention_interface import fix_rope, replace_attention
 from stages.engines.torch.model.layers import use_fast_layers, use_fast_norms, use_fused_layers
-from stages.engines.torch.model.logits import logit_scale, value_head, values_of
+from stages.engines.torch.model.logits import head_adapter, logit_scale, value_head, values_of
 from stages.engines.torch.model.packing import (
     ATTENTION,
     Feeding,
@@ -125,6 +125,7 @@ class PackedModel:
             self._softcap,
             self._vocabulary,
             packed.masks,
+            *head_adapter(head, hidden),
         )
         return logprobs, entropy, values_of(hidden, self.value_head, packed.source)
 
@@ -132,7 +133,8 @@ class PackedModel:
         """Return the logits float32 [T, V] of which :meth:`outputs` are made."""
         hidden = self.hidden(packed)[packed.source]
         head = self.model.get_output_embeddings()
-        return scaled_logits(hidden, head.weight, head.bias, self._divisor, self._softcap)
+        adapter = head_adapter(head, hidden)
+        return scaled_logits(hidden, head.weight, head.bias, self._divisor, self._softcap, *adapter)
 
     def plain_hidden(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the last hidden states [1, S, d] of ``ids`` [1, S] by the model's own forward."""

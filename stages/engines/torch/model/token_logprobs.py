@@ -23,7 +23,8 @@ class TokenLogprobs(torch.autograd.Function):
     chunk is computed again. Also returns, without a gradient, the entropy [T] (nats) of the
     distribution that each target is of; empty without ``with_entropy``. With ``vocabulary`` only so
     many of the first tokens have a probability: the other rows of the head, which pad it, are not
-    read, and get a gradient of zero. ``masks`` uint8 [U, V / 8]: bits of the tokens that have one."""
+    read, and get a gradient of zero. ``masks`` uint8 [U, V / 8]: bits of the tokens that have one.
+    ``inner`` [U, r] and ``up`` [V, r]: :func:`~stages.engines.torch.model.logits.head_adapter`."""
 
     @staticmethod
     def forward(
@@ -38,10 +39,13 @@ class TokenLogprobs(torch.autograd.Function):
         softcap: float | None = None,
         vocabulary: int | None = None,
         masks: torch.Tensor | None = None,
+        inner: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.rows = len(weight)
         weight = weight[:vocabulary]
         bias = None if bias is None else bias[:vocabulary]
+        up = None if up is None else up[:vocabulary]
         size = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
         chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(
@@ -49,7 +53,9 @@ class TokenLogprobs(torch.autograd.Function):
         )
         saved_logits = None
         for start in range(0, len(hidden), size):
-            logits = scaled_logits(hidden[start : start + size], weight, bias, temperature, softcap)
+            rows = slice(start, start + size)
+            inner_rows = None if inner is None else inner[rows]
+            logits = scaled_logits(hidden[rows], weight, bias, temperature, softcap, inner_rows, up)
             _mask(logits, masks, start)
             in_chunk = (source >= start) & (source < start + size)
             at = source[in_chunk] - start
@@ -59,7 +65,7 @@ class TokenLogprobs(torch.autograd.Function):
             )
             chosen[in_chunk] = wanted - peak[at] - log_total[at]
             saved_logits = logits if size >= len(hidden) and softcap is None else None
-        ctx.save_for_backward(hidden, weight, bias, source, targets, saved_logits, masks)
+        ctx.save_for_backward(hidden, weight, bias, source, targets, saved_logits, masks, inner, up)
         ctx.temperature = temperature
         ctx.size = size
         ctx.softcap = softcap
@@ -69,7 +75,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, source, targets, saved_logits, masks = ctx.saved_tensors
+        hidden, weight, bias, source, targets, saved_logits, masks, inner, up = ctx.saved_tensors
         gradient = gradients[0] / ctx.temperature  # [T]
         of_place = gradient.new_zeros(len(hidden)).index_add_(0, source, gradient)
         to_hidden = torch.zeros_like(hidden, dtype=torch.float32)
@@ -77,10 +83,16 @@ class TokenLogprobs(torch.autograd.Function):
         to_bias = bias.new_zeros(ctx.rows) if ctx.needs_input_grad[2] else None
         if to_weight is not None:
             to_weight[len(weight) :] = 0
+        to_inner = None if inner is None else torch.zeros_like(inner)
+        to_up = None if up is None else inner.new_zeros(ctx.rows, up.shape[1])
         for start in range(0, len(hidden), ctx.size):
-            part = hidden[start : start + ctx.size]
+            rows = slice(start, start + ctx.size)
+            part = hidden[rows]
             if (probabilities := saved_logits) is None:
-                probabilities = scaled_logits(part, weight, bias, ctx.temperature, ctx.softcap)
+                inner_rows = None if inner is None else inner[rows]
+                probabilities = scaled_logits(
+                    part, weight, bias, ctx.temperature, ctx.softcap, inner_rows, up
+                )
                 if ctx.softcap is not None:
                     # of the cap
                     slope = 1 - (probabilities * (ctx.temperature / ctx.softcap)).square_()
@@ -88,14 +100,17 @@ class TokenLogprobs(torch.autograd.Function):
                 _softmax_in_place(probabilities, None)
             in_chunk = (source >= start) & (source < start + ctx.size)
             for words in _pieces(len(weight), len(part), weight.device):
-                to_logits = probabilities[:, words] * -of_place[start : start + ctx.size, None]
+                to_logits = probabilities[:, words] * -of_place[rows, None]
                 in_slice = in_chunk & (targets >= words.start) & (targets < words.stop)
                 at = source[in_slice] - start, targets[in_slice] - words.start
                 to_logits.index_put_(at, gradient[in_slice], accumulate=True)
                 if ctx.softcap is not None:
                     to_logits.mul_(slope[:, words])
+                if to_inner is not None and to_up is not None:
+                    to_inner[rows] += product(to_logits, up[words].float())
+                    to_up[words] += product(to_logits.t(), inner[rows])
                 to_logits = to_logits.to(weight.dtype)
-                to_hidden[start : start + ctx.size] += product(to_logits, weight[words])
+                to_hidden[rows] += product(to_logits, weight[words])
                 if to_weight is None:
                     pass
                 elif start == 0:
@@ -104,7 +119,8 @@ class TokenLogprobs(torch.autograd.Function):
                     to_weight[words] += product(to_logits.t(), part)
                 if to_bias is not None:
                     to_bias[words] += to_logits.sum(0)
-        return to_hidden.to(hidden.dtype), to_weight, to_bias, *[None] * 7
+        of_adapter = to_inner, None if to_up is None else to_up.to(up.dtype)
+        return to_hidden.to(hidden.dtype), to_weight, to_bias, *[None] * 7, *of_adapter
 
 
 def scaled_logits(
@@ -113,10 +129,14 @@ def scaled_logits(
     bias: torch.Tensor | None,
     temperature: float,
     softcap: float | None = None,
+    inner: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the logits divided by ``temperature``, after ``softcap`` · tanh(logit /
-    ``softcap``)."""
+    ``softcap``). ``inner`` float32 [U, r] and ``up`` [V, r]: factors of what is added before."""
     logits = float32_logits(hidden, weight, bias)
+    if inner is not None and up is not None:
+        logits.addmm_(inner, up.float().t())
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     return logits if temperature == 1 else logits.div_(temperature)

@@ -38,6 +38,10 @@ def path(tmp_path: Path) -> Path:
             "'query' is no linear layer of LlamaForCausalLM before its head; it has do",
         ),
         (
+            ['model.lora.targets=["q_proj", "lm_head"]'],
+            "names 'lm_head', the output head, which not all engines of a run adapt; name layers",
+        ),
+        (
             ["model.lora.rank=33"],
             "is more than the narrowest side of model.layers.0.self_attn.k_proj, which has 32 "
             "numbers",

@@ -42,6 +42,40 @@ def test_the_entropy_is_that_of_each_distribution_and_changes_no_bit(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("chunk", [2, 256])
+def test_an_adapter_of_the_head_is_trained_in_any_chunks(
+    chunk: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the gradients of a float64 computation, with rows that pad the head."""
+    monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", chunk * 4 * 11)
+    monkeypatch.setitem(token_logprobs.PIECE_BYTES, "cpu", 3 * 4 * 11)
+    torch.manual_seed(0)
+    shapes = ((5, 16), (3, 16), (13, 3))  # hidden states, A, B
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    weight = torch.randn(13, 16)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+    hidden, down, up = doubles
+    logits = (hidden @ weight.double().T + 2 * hidden @ down.T @ up.T)[:, :11]
+    capped = logits if softcap is None else softcap * (logits / softcap).tanh()
+    expected = (capped / 0.7).log_softmax(-1)[SOURCE, TARGETS]
+    expected.square().sum().backward()
+
+    hidden, down, up = leaves
+    options = SOURCE, TARGETS, 0.7, True, softcap, 11, None
+    inner = 2 * hidden @ down.T
+    chosen, _ = TokenLogprobs.apply(hidden, weight, None, *options, inner, up)
+    torch.testing.assert_close(chosen.double(), expected, rtol=1e-5, atol=1e-5)
+    chosen.square().sum().backward()
+    for leaf, double in zip(leaves, doubles, strict=True):
+        assert leaf.grad is not None
+        assert double.grad is not None
+        gap = (leaf.grad.double() - double.grad).norm()
+        assert gap < 1e-6 * double.grad.norm()
+    assert not up.grad[11:].any()  # type: ignore[index]
+
+
 def test_a_probability_of_zero_adds_nothing() -> None:
     weight = torch.tensor([[200.0], [-200.0], [-200.0]])
     _, entropy = TokenLogprobs.apply(
