@@ -218,4 +218,5 @@ def make_rollout(
         rows=recipe.rollout.max_rows,
         share=EVALUATION_SHARE,
         reads=trajectory_reads(recipe),
+        is_sampled=recipe.evaluate.sampling == "rollout",
     )

@@ -40,6 +40,7 @@ from stages.user_code import CodeUnusable, find, place_in, place_of, shown
 
 ENTRY_POINTS = "asyncdock.environments"
 BUILT_IN = {  # by name
+    "calculator": "stages.tasks.calculator:Calculator",
     "guess": "stages.tasks.guess:Guess",
     "sessions": "stages.environments.programs.outside:sessions",
 }

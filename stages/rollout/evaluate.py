@@ -1,4 +1,4 @@
-"""Evaluation: the rollout engine answers held-out prompts greedily, beside the training samples.
+"""Evaluation: the rollout engine answers held-out prompts, beside the training samples.
 
     version due ─▶ rows that training does not need ─▶ a newer version waits: no further prompt ─▶ swap
                                                           └─▶ the rest: at most `share` of the engine's rows
@@ -75,11 +75,14 @@ class Evaluator:
     them."""
     reads: Sequence[str] = ()
     """Further columns that the reward functions get."""
+    is_sampled: bool = False
+    """Answers are sampled with ``params``, else they are greedy."""
 
     def request(self, number: int) -> GroupRequest:
-        """Return the request for a greedy answer to the prompt ``number``."""
-        greedy = self.params.greedy()
-        return GroupRequest(-1 - number, (0,), self.prompts[number].ids, greedy, 0)
+        """Return the request for the answer to the prompt ``number``, whose random numbers depend
+        on that number alone."""
+        params = self.params if self.is_sampled else self.params.greedy()
+        return GroupRequest(-1 - number, (0,), self.prompts[number].ids, params, number)
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

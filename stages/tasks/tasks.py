@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from stages.json_schema import options_model
+from stages.tasks.calculator import calculator
 from stages.tasks.guess import guess
 
 Completions = list[str | list[dict[str, str]]]
@@ -43,7 +44,11 @@ def repeat(
     return {"prompt": f"{first}{other}=", "answer": first * length}
 
 
-TASKS: dict[str, Callable[..., dict[str, Any]]] = {"repeat": repeat, "guess": guess}
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {
+    "repeat": repeat,
+    "guess": guess,
+    "calculator": calculator,
+}
 # of prompts.config
 CONFIGS: dict[str, type[BaseModel]] = {name: options_model(task) for name, task in TASKS.items()}
 

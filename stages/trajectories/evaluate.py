@@ -1,4 +1,4 @@
-"""Evaluation with environments: each held-out prompt is answered by a trajectory of greedy turns."""
+"""Evaluation with environments: each held-out prompt is answered by a trajectory."""
 
 from __future__ import annotations
 

@@ -583,7 +583,7 @@ class ServeSection(Section):
 
 
 class EvaluateSection(Section):
-    """Evaluation: held-out prompts, answered greedily beside training."""
+    """Evaluation: held-out prompts, answered beside training."""
 
     every: StepsOrZero = key(0, "Steps between two evaluations. 0: none.")
     prompts: Annotated[int, Field(ge=1), unit("prompts")] = key(
@@ -594,6 +594,12 @@ class EvaluateSection(Section):
     )
     samples: Annotated[int, Field(ge=0), unit("prompts")] = key(
         4, "Number of those prompts that are shown with their responses."
+    )
+    sampling: Literal["greedy", "rollout"] = key(
+        "greedy",
+        "How they are answered. `greedy`: with the likeliest tokens. `rollout`: with the "
+        "temperature and the filters of `rollout`; the random numbers of a prompt are those of "
+        "every evaluation.",
     )
 
 

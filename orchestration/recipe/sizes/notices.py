@@ -36,7 +36,8 @@ def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Proble
                 "it is"
             )
             yield Problem("algorithm.options", None, f"{metric} {reason}", fix)
-    if recipe.logprob_temperature != recipe.rollout.temperature:
+    are_greedy = recipe.evaluate.sampling == "greedy"
+    if are_greedy and recipe.logprob_temperature != recipe.rollout.temperature:
         wrong = (
             "has no effect: prompts.responses are given, nothing is sampled, and evaluations "
             "are greedy"

@@ -61,6 +61,15 @@ def mock() -> MockRolloutEngine:
     )
 
 
+def test_sampled_answers_have_random_numbers_of_their_own_and_always_the_same() -> None:
+    greedy = evaluator(mock())
+    sampled = replace(greedy, is_sampled=True)
+    assert greedy.request(3).params.temperature == 0
+    assert [sampled.request(n).params.temperature for n in range(3)] == [1.0] * 3
+    assert len({sampled.request(number).seed for number in range(3)}) == 3
+    assert sampled.request(2) == sampled.request(2)
+
+
 async def test_the_event_has_version_reward_and_samples() -> None:
     engine = mock()
     event = await evaluator(engine).run(7)
