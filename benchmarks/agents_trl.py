@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -164,7 +165,7 @@ async def of_ours(steps: int, bound: int, folder: Path) -> list[tuple[float, flo
     ended = [event for event in events if event.kind == "step"]
     return [
         (step.data["response_length_mean"] * step.data["rows"], step.time - before.time)
-        for before, step in zip(ended, ended[1:], strict=False)
+        for before, step in itertools.pairwise(ended)
     ]
 
 
