@@ -63,6 +63,7 @@ async def write_folder(
     """Have ``write`` make the folder ``partial``; it replaces ``target``, which nobody reads, once
     it is on the disk. Raises what ``write`` does, and OSError; then ``target`` is as it was."""
     try:
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)  # of a killed process
         await write(partial)
         await asyncio.to_thread(_settle, partial, target)
     except BaseException:

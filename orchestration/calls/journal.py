@@ -71,10 +71,10 @@ class _Rewrite:
 
 @dataclass(eq=False)
 class Journal:
-    """The open journal at ``path``. Make it by :meth:`open`."""
+    """The journal at ``path``, which is open only while it is read or written. Make it by
+    :meth:`open`."""
 
     path: Path
-    _file: BinaryIO
     _salt: bytes
     size: int
     """Bytes that are on the disk."""
@@ -88,8 +88,7 @@ class Journal:
         JournalDamaged, OSError."""
         if not path.exists() or path.stat().st_size < FILE_HEAD_BYTES:
             _create(path)
-        file = path.open("r+b", buffering=0)
-        try:
+        with path.open("r+b", buffering=0) as file:
             begin = file.read(FILE_HEAD_BYTES)
             if begin[:8] != MAGIC:
                 raise JournalDamaged(
@@ -105,10 +104,7 @@ class Journal:
                 )
                 file.truncate(end)
                 os.fsync(file.fileno())
-            return cls(path, file, begin[8:], end), records
-        except BaseException:
-            file.close()
-            raise
+            return cls(path, begin[8:], end), records
 
     def append(self, head: dict[str, Any], blob: bytes = b"") -> Record:
         """Write a record behind those appended before; ``written`` says when it is on the disk."""
@@ -131,15 +127,16 @@ class Journal:
         """Return the record's blob. Raises OSError."""
         if record.blob is not None:
             return record.blob
-        blob = os.pread(self._file.fileno(), record.size, record.offset)
+        with self.path.open("rb", buffering=0) as file:
+            blob = os.pread(file.fileno(), record.size, record.offset)
         if len(blob) < record.size:
             raise OSError(f"{self.path}: ends before offset {record.offset + record.size}")
         return blob
 
     async def close(self) -> None:
+        """Wait until all that was appended is written."""
         while self._committing is not None:
             await asyncio.wait([self._committing])
-        self._file.close()
 
     def _start(self) -> None:
         if self._committing is None:
@@ -182,15 +179,16 @@ class Journal:
         if self._broken:
             raise OSError(self._broken)
         frame, offsets = _framed(self._salt, records, [record.blob or b"" for record in records])
-        try:
-            _write_at(self._file, self.size, frame)
-        except OSError:
+        with self.path.open("r+b", buffering=0) as file:
             try:
-                self._file.truncate(self.size)
-                os.fsync(self._file.fileno())
-            except OSError as error:
-                self._broken = f"its last frame could not be taken back ({error})"
-            raise
+                _write_at(file, self.size, frame)
+            except OSError:
+                try:
+                    file.truncate(self.size)
+                    os.fsync(file.fileno())
+                except OSError as error:
+                    self._broken = f"its last frame could not be taken back ({error})"
+                raise
         begin = self.size
         self.size += len(frame)
         return [begin + offset for offset in offsets]
@@ -198,34 +196,36 @@ class Journal:
     async def _exchange(self, rewrite: _Rewrite) -> None:
         live = [record for record in rewrite.live() if record is not None and record.blob is None]
         live.sort(key=attrgetter("offset"))
+        partial = self.path.with_name(f".{self.path.name}")
         try:
-            offsets = await asyncio.to_thread(self._copy, live)
+            offsets, size = await asyncio.to_thread(self._copy, live, partial)
+            # no record is read between these: its offset is that of one of the files
+            os.replace(partial, self.path)
+            for record, offset in zip(live, offsets, strict=True):
+                record.offset = offset
+            self.size = size
+            self._broken = ""
+            await asyncio.to_thread(sync, self.path.parent)
         except OSError as error:
-            _finish(rewrite.written, error)
-            return
-        file = self.path.open("r+b", buffering=0)
-        self._file.close()
-        self._file = file
-        self.size = os.fstat(file.fileno()).st_size
-        self._broken = ""
-        for record, offset in zip(live, offsets, strict=True):
-            record.offset = offset
-            record.blob = None
-        _finish(rewrite.written)
+            partial.unlink(missing_ok=True)
+            need = sum(record.size for record in live)
+            _finish(rewrite.written, OSError(error.errno, refusal(self.path, need, error)))
+        else:
+            _finish(rewrite.written)
 
-    def _copy(self, live: Sequence[Record]) -> list[int]:
-        """Write a file of the records ``live`` in the place of this one. Returns the offsets of
-        their blobs."""
+    def _copy(self, live: Sequence[Record], partial: Path) -> tuple[list[int], int]:
+        """Write a journal of the records ``live``. Returns the offsets of their blobs, and its
+        bytes."""
         offsets = list[int]()
-        need = sum(record.size for record in live)
-        with replacing(self.path, need) as partial, partial.open("xb") as file:
+        with partial.open("wb") as file:
             file.write(MAGIC + self._salt)
             for record in live:
                 frame, (offset,) = _framed(self._salt, [record], [self.read(record)])
                 offsets.append(file.tell() + offset)
                 file.write(frame)
-        sync(self.path.parent)
-        return offsets
+            file.flush()
+            os.fsync(file.fileno())
+            return offsets, file.tell()
 
 
 def _retrieve(written: asyncio.Future[None]) -> None:

@@ -140,8 +140,7 @@ class Service:
         return session.facts.session_id
 
     async def heartbeat(self, owner: str, session_id: str) -> None:
-        session = self._sessions.session(owner, session_id, for_calls=True)
-        session.heard = time.monotonic()
+        self._sessions.session(owner, session_id, for_calls=True)
 
     async def finish_session(self, owner: str, session_id: str, reason: str) -> None:
         with busy_disk():

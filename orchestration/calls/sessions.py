@@ -64,6 +64,7 @@ class Sessions:
             if session.finished:
                 raise NotThere(f"session {session_id} is finished; open another one")
             session.asleep = False
+            session.heard = time.monotonic()
         return session
 
     def model(self, owner: str, model_id: str, *, for_calls: bool = False) -> TrainedModel:

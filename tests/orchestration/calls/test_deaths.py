@@ -78,7 +78,9 @@ class Driver:
                         await asyncio.sleep(chance.random() / 50)  # anywhere in what follows
                         self._kill(process.pid, chance)
                         until_kill = chance.randrange(1, 12)
-                return await process.wait() == 0
+                code = await process.wait()
+                assert code in (0, -signal.SIGKILL), self.output
+                return code == 0
         finally:
             if process.returncode is None:
                 process.kill()
@@ -112,7 +114,7 @@ async def killed(folder: Path, seed: int, **settings: Any) -> list[str]:
     driver = Driver(folder, **settings)
     os.mkdir(folder)
     while not await driver.run(chance):
-        assert driver.kills <= KILLS, driver.output
+        pass
     assert "ALARM" not in driver.output
     return driver.lines
 
