@@ -105,7 +105,7 @@ class History:
         self._bytes_since_state = 0
 
     def _remove_states(self) -> None:
-        for folder in self._folder.glob("state*"):
+        for folder in self._folder.glob("*state-*"):
             if folder.name != self.state.name:
                 shutil.rmtree(folder, ignore_errors=True)
 

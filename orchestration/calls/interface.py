@@ -85,8 +85,9 @@ class CallOptions:
     merged_checkpoints: bool = True
     """Checkpoints have the model merged with its adapter too, which recipes begin with."""
     kept_snapshots: int = 64
-    """Samplers of a session that have weights of their own; beyond, those unused for an hour are
-    removed."""
+    """Samplers of a session that have weights of their own; beyond, those are removed that were not
+    used for ``snapshot_seconds``."""
+    snapshot_seconds: float = 3600.0
     restarts: int = 5
     """Starts of an engine that fail one after the other, after which it counts as down."""
     attempts: int = 3

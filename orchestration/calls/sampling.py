@@ -33,7 +33,6 @@ from stages.calls.interface import CallRefused, ModelOptions, SampleRequest
 log = structlog.get_logger()
 
 SEQUENCES = 50_000  # whose versions a session keeps, the newest ones
-UNUSED_SECONDS = 3600.0  # after which a snapshot may be removed
 SHORTEN_RECORDS = 256  # forgotten, for which a journal is written again
 
 
@@ -214,7 +213,7 @@ class Session:
         return sampler_id
 
     async def _remove_snapshots(self) -> None:
-        """Remove the snapshots that are too many, and that nobody has used for an hour."""
+        """Remove the snapshots that are too many, and that nobody has used for a time."""
         newest = [weights.folder for weights in self._inflight.values()]
         snapshots = [
             sampler
@@ -224,7 +223,7 @@ class Session:
             and sampler.weights.folder not in newest
         ]
         snapshots.sort(key=lambda sampler: sampler.last_used)
-        oldest_used = time.time() - UNUSED_SECONDS
+        oldest_used = time.time() - self._options.snapshot_seconds
         for sampler in snapshots[: -self._options.kept_snapshots]:
             assert sampler.weights is not None
             if sampler.last_used < oldest_used:
@@ -272,8 +271,11 @@ class Session:
                     outcome = Failed(str(error), by_client=False, again=True)
             except EngineDown as error:
                 outcome = Failed(str(error), by_client=False, again=True)
-            except (EngineFailed, OSError) as error:
+            except EngineFailed as error:
                 outcome = Failed(str(error), by_client=False)
+            except Exception as error:
+                log.exception("a sample has failed", request=request.request_id)
+                outcome = Failed(f"{type(error).__name__}: {error}", by_client=False)
         self.requests.answer(request, outcome, **facts)
         assert request.outcome is not None
         self._count(request, request.outcome.head)

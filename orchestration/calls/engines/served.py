@@ -17,6 +17,8 @@ from orchestration.calls.engines.engine import Engine
 from orchestration.calls.engines.turns import Places, Turns
 from stages.calls.interface import ModelOptions
 
+NOWHERE = (-1, 0)  # process and step of weights that no engine has
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -86,7 +88,7 @@ class Served:
                     await self._put(weights, live=False)
 
     def _has(self, weights: Weights) -> bool:
-        generation, step = self._held.get(weights.name, (0, 0))
+        generation, step = self._held.get(weights.name, NOWHERE)
         return generation == self.engine.generation and step >= weights.step
 
     @asynccontextmanager
@@ -101,5 +103,5 @@ class Served:
 
     async def remove(self, name: str) -> None:
         """Forget weights, if the engine has them and no request needs them."""
-        if not self._users[name] and self._held.pop(name, (0, 0))[0] == self.engine.generation:
+        if not self._users[name] and self._held.pop(name, NOWHERE)[0] == self.engine.generation:
             await self.engine.call("remove", name=name)

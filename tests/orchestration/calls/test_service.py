@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestration.calls.interface import Busy, Done, Failed, Gone, NotThere
+from orchestration.calls.interface import Acknowledged, Busy, Done, Failed, Gone, NotThere
 from stages.calls.interface import (
     AdamOptions,
     CallRefused,
@@ -26,6 +26,12 @@ from tests.orchestration.calls.small_engine import CALLS
 
 def size_of(path: Path) -> int:
     return path.stat().st_size
+
+
+async def read_until_gone(client: Client, request: Acknowledged) -> None:
+    async with asyncio.timeout(SECONDS):
+        while await client.result(request):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 async def test_steps_change_what_a_model_says_and_all_requests_may_wait_together(
@@ -430,6 +436,47 @@ async def test_answers_are_kept_a_while_after_they_were_read(tmp_path: Path) -> 
         await client.done(unread)
         assert await client.train(datum(1), seq=1) == read  # a resend is not made again
         assert (await service.ledger("ann", client.model_id))["steps"] == 3
+
+
+async def test_samples_are_forgotten_and_the_versions_of_their_tokens_are_not(
+    tmp_path: Path,
+) -> None:
+    async with small_service(tmp_path, silent_seconds=0.1, answer_seconds=0.0) as service:
+        client = await Client.create(service)
+        sampler = (await client.done(await client.snapshot(0)))["sampling_session_id"]
+        asked = [await service.sample("ann", sampler, seq, prompt()) for seq in range(300)]
+        for each in asked:
+            await client.done(each)
+        with pytest.raises(Gone):
+            await read_until_gone(client, asked[0])
+        data = [datum(1, 2, sampled=((each.sequence_ids[0], 0, 2),)) for each in asked]
+        await client.done(await client.train(*data[:10]))
+    async with small_service(tmp_path) as service:
+        client = Client(service, client.session_id, 0, "ann")
+        output = await client.done(await client.train(*data, seq=3))
+        assert output.metrics["staleness:max"] == 0.0
+        ledger = await service.ledger("ann", client.model_id)
+        assert ledger["staleness"]["data"] == 310
+        assert ledger["sampled"]["sequences"] == 300
+
+
+async def test_of_many_snapshots_the_unused_ones_are_removed(tmp_path: Path) -> None:
+    async with small_service(tmp_path, kept_snapshots=2, snapshot_seconds=0.0) as service:
+        client = await Client.create(service)
+        samplers = [
+            (await client.done(await client.snapshot(number)))["sampling_session_id"]
+            for number in range(4)
+        ]
+        folder = tmp_path / "sessions" / client.session_id / "samplers"
+        assert sorted(os.listdir(folder)) == ["2", "3"]
+    async with small_service(tmp_path) as service:
+        client = Client(service, client.session_id, 0, "ann")
+        for number, sampler in enumerate(samplers):
+            if number < 2:
+                with pytest.raises(NotThere):
+                    await client.sampled(sampler, 0)
+            else:
+                await client.sampled(sampler, 0)
 
 
 async def test_a_journal_is_shortened_with_each_state(tmp_path: Path) -> None:
