@@ -113,9 +113,6 @@ class Requests:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._by_id.values())
 
-    def get(self, request_id: str) -> Request | None:
-        return self._by_id.get(request_id)
-
     async def add(self, head: dict[str, Any], blob: bytes, *, must: bool = False) -> Request:
         """Record a call with ``call``, its id, and ``kind`` in its head, or return the same one of
         before. Raises Busy, and CallRefused where the id is another call's."""

@@ -379,6 +379,8 @@ class Service:
         session, sampler = self._sessions.sampler(owner, sampler_id, for_calls=True)
         if not 0 <= seq_id < 2**63:
             raise CallRefused(message=f"seq_id {seq_id}: give a number from 0 to 2^63 − 1")
+        if request.prompt.nbytes > self._options.call_bytes:
+            raise CallRefused(message=f"prompt: it has {request.prompt.size} tokens; shorten it")
         request_id = await session.sample(sampler.number, seq_id, request)
         sequence_ids = tuple(f"{request_id}:{number}" for number in range(request.count))
         return Acknowledged(request_id, sequence_ids=sequence_ids)
