@@ -30,9 +30,13 @@ SECONDS = 30.0  # for an answer; a test that waits so long has failed
 
 @asynccontextmanager
 async def small_service(
-    folder: Path, *, bases: Sequence[ServedBase] = (BASE,), **options: Any
+    folder: Path,
+    *,
+    bases: Sequence[ServedBase] = (BASE,),
+    drifts: bool = False,
+    **options: Any,
 ) -> AsyncIterator[Service]:
-    engine_options = {"folder": str(folder)}
+    engine_options = {"folder": str(folder), "drifts": drifts}
     async with open_service(
         folder, bases, CallOptions(**options), entry=ENTRY, engine_options=engine_options
     ) as service:

@@ -1,4 +1,6 @@
-"""An engine small enough to count with: a model is a vector, its loss a product with the tokens."""
+"""An engine small enough to count with: a model is a vector, its loss a product with the tokens.
+
+Options: ``folder`` for :data:`CALLS`; ``drifts``: each process begins with other weights."""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,4 +148,9 @@ async def open_parts(base: ServedBase, options: Mapping[str, Any]) -> Parts:
     if base.source == "missing":
         raise FileNotFoundError(base.source)
     file = Path(options["folder"]) / CALLS
-    return Parts(lambda each: Told(each, file), SmallSampler())
+
+    def new_model(each: ModelOptions) -> SmallModel:
+        seed = os.getpid() if options.get("drifts") else each.seed
+        return Told(replace(each, seed=seed), file)
+
+    return Parts(new_model, SmallSampler())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from orchestration.calls.interface import Busy, Failed
 from orchestration.calls.journal import JournalDamaged
@@ -156,6 +157,17 @@ async def test_samples_that_an_engine_takes_with_it_are_made_again(tmp_path: Pat
         os.kill(engine_of(os.getpid()), signal.SIGKILL)
         again = await client.done(asked)
         assert again.sequences[0].tokens.tolist() == before.sequences[0].tokens.tolist()
+
+
+async def test_a_rebuilt_model_that_answers_otherwise_is_an_alarm(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        async with small_service(tmp_path, drifts=True) as service:
+            client = await Client.create(service)
+            await client.done(await client.train(datum(1)))
+            os.kill(engine_of(os.getpid()), signal.SIGKILL)
+            await client.done(await client.step())
+    alarms = [entry for entry in logs if entry["event"].startswith("ALARM")]
+    assert [entry["request"] for entry in alarms] == [f"{client.model_id}:1"]
 
 
 async def test_a_call_that_ends_the_engine_each_time_fails_and_the_others_go_on(
