@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,24 +81,23 @@ async def open_service(
     the folder, JournalDamaged, OSError, ValueError.
     """
     (folder / "sessions").mkdir(parents=True, exist_ok=True)
-    with take(folder / "service.lock"):
+    async with AsyncExitStack() as opened:
+        opened.enter_context(take(folder / "service.lock"))
         served = dict[str, Served]()
         for number, base in enumerate(bases):
             log_file = folder / f"engine-{number}.log"
             engine = Engine(base, entry, engine_options or {}, log_file, options.restarts)
-            places = Places(options.loaded_models, options.loaded_bytes)
+            opened.push_async_callback(engine.close)
             served[base.name] = Served(
                 engine,
-                places,
+                Places(options.loaded_models, options.loaded_bytes),
                 slots=options.sampling_requests,
                 adapters=options.loaded_adapters,
             )
         service = Service(folder, served, options)
-        try:
-            await service.load()
-            yield service
-        finally:
-            await service.close()
+        opened.push_async_callback(service.close)
+        await service.load()
+        yield service
 
 
 class Service:
@@ -441,20 +440,17 @@ class Service:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(min(SWEEP_SECONDS, self._options.silent_seconds))
-            for session in self._sessions:
+            for sweep in (*(each.sweep for each in self._sessions), self._checkpoints.sweep):
                 try:
-                    await session.sweep()
+                    await sweep()
                 except Exception:
-                    log.exception("a session was not swept", session=session.facts.session_id)
-            await self._checkpoints.sweep()
+                    log.exception("what is not needed any more could not be removed")
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._sessions.close()
-        for served in self._served.values():
-            await served.engine.close()
 
 
 def _model_id(session_id: str, number: int) -> str:
