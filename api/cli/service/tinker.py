@@ -46,6 +46,13 @@ def tinker_command(
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of an engine; 0: all.")] = 0,
     max_rows: Annotated[int, typer.Option(min=1, help="Sequences that are sampled at once.")] = 64,
     max_models: Annotated[int, typer.Option(min=1, help="Models in memory, on each base.")] = 16,
+    adapters_alone: Annotated[
+        bool,
+        typer.Option(
+            "--adapters-alone",
+            help="Checkpoints without the merged model: small, and no recipe begins with one.",
+        ),
+    ] = False,
     host_name: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="It is reached by through a proxy. Repeatable."),
@@ -77,7 +84,7 @@ def tinker_command(
             tls_certificate=tls_certificate,
             tls_key=tls_key,
         )
-        options = CallOptions(loaded_models=max_models)
+        options = CallOptions(loaded_models=max_models, merged_checkpoints=not adapters_alone)
         engine: dict[str, Any] = {"dtype": dtype, "max_rows": max_rows}
         engine |= {"threads": threads} if threads else {}
         engine |= {"device": device} if device != "auto" else {}
