@@ -79,7 +79,9 @@ async def heartbeat(service: Service, request: web.Request, body: OfSession) -> 
     return Answer(type="session_heartbeat")
 
 
-@tinker_operation("POST", "/api/v1/sessions/{session}/finish", summary="End a session")
+@tinker_operation(
+    "POST", "/api/v1/sessions/{session}/finish", summary="End a session", body_optional=True
+)
 async def finish(
     service: Service, request: web.Request, path: SessionPath, body: FinishBody
 ) -> Answer:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DType = Literal["float32", "bfloat16"]
 CALLS = "calls"  # in the service's folder
+RATE = 5000  # requests of one address a second: a client sends thousands of samples at once
+BODY_SECONDS = 60.0  # for a body of data to arrive
 
 
 def tinker_command(
@@ -80,6 +82,9 @@ def tinker_command(
             data=data,
             runs=0,
             policies=0,
+            rate=RATE,
+            burst=2 * RATE,
+            body_seconds=BODY_SECONDS,
             hosts=tuple(host_name or ()),
             tls_certificate=tls_certificate,
             tls_key=tls_key,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,6 +123,38 @@ def test_a_loop_does_not_notice_that_the_server_was_killed(server: Server, tmp_p
     assert "".join(lines) + output == undisturbed
 
 
+def asyncdock(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "api.cli.main", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=SECONDS
+    )
+
+
+def test_a_key_that_was_made_for_somebody_opens_the_server_until_it_is_revoked(
+    server: Server,
+) -> None:
+    data = ["--data", str(server.data)]
+    made = asyncdock("token", "create", "ann", "--scope", "run", "--tinker", "--json", *data)
+    token = json.loads(made.stdout)
+    assert token["token"].startswith("tml-")
+    shown = asyncdock("token", "show", "--tinker", *data)
+    assert shown.stdout.strip() == server.key
+
+    def status() -> int:
+        request = urllib.request.Request(
+            f"{server.url}/api/v1/sessions", headers={"X-API-Key": token["token"]}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert status() == 200
+    assert asyncdock("token", "revoke", token["id"], *data).returncode == 0
+    assert status() == 401
+
+
 def children(process: int) -> list[int]:
     listed = Path(f"/proc/{process}/task/{process}/children").read_text()
     found = [int(number) for number in listed.split()]
@@ -174,17 +206,7 @@ def test_ctrl_c_leaves_no_process_and_the_next_server_has_everything(tmp_path: P
 def test_what_cannot_be_served_is_named_with_the_fix(
     options: list[str], words: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "api.cli.main", "tinker"),
-            *(*options, "--data", str(tmp_path / "data")),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **environment()},
-        timeout=SECONDS,
-    )
+    done = asyncdock("tinker", *options, "--data", str(tmp_path / "data"))
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
