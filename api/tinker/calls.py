@@ -19,9 +19,7 @@ from api.tinker.schemas import Answer
 from orchestration.calls.interface import Acknowledged, CallService, Kind
 from stages.calls.interface import CallRefused
 
-BODY_BYTES = 64 * 2**20  # of data, and of a sample's prompt
-DECODING = 2  # bodies that are read at once: each may take some times its size
-BODY_VALUES = 1_000_000  # of a sample's prompt
+DECODING = 2  # bodies of data that are read at once: each may take some times its size
 tinker_operation = functools.partial(operation, scope="run", tag="tinker", hidden=True)
 
 

@@ -1,6 +1,6 @@
 """Operations of models in training: each is recorded, acknowledged, and answered by a future.
 
-POST ──▶ number, content ──▶ CallService ──▶ {"request_id"} ──▶ api/tinker/futures.py
+POST ──▶ number, content ──▶ CallService ──▶ {"request_id"} ──▶ api/tinker/sampling.py
             └ a content that is refused is a call that fails in its place
 """
 
@@ -10,11 +10,12 @@ import asyncio
 from typing import Any
 
 from aiohttp import web
+from pydantic import ValidationError
 
 from api.server.http.bodies import read_body
-from api.server.http.problems import HTTPProblem
+from api.server.http.problems import HTTPProblem, errors_of, invalid_request
 from api.server.service.service import Service
-from api.tinker.calls import BODY_BYTES, SHARED, acknowledged, caller, in_order, tinker_operation
+from api.tinker.calls import SHARED, acknowledged, caller, in_order, tinker_operation
 from api.tinker.messages import MessageDamaged
 from api.tinker.passes import loss_options, read_data, read_head
 from api.tinker.schemas import (
@@ -31,6 +32,7 @@ from api.tinker.schemas import (
 from orchestration.calls.interface import Acknowledged, Kind
 from stages.calls.interface import ModelOptions
 
+BODY_BYTES = 64 * 2**20  # of data
 PROTOBUF = "application/x-protobuf"
 ADAMW = {"type": "adamw"}
 
@@ -80,27 +82,34 @@ async def forward_backward(service: Service, request: web.Request) -> Answer:
     body = await read_body(
         request, BODY_BYTES, settings.body_seconds, media_type=PROTOBUF, encodings=("zstd",)
     )
-    calls, owner = caller(request)
-    async with request.app[SHARED].decoding:
-        try:
+    decoding = request.app[SHARED].decoding
+    try:
+        async with decoding:
             message = await asyncio.to_thread(read_head, body)
-        except MessageDamaged as error:
-            fix = "send what the SDK sends"
-            raise HTTPProblem(400, f"The body {error}.", field="body", fix=fix) from None
+    except MessageDamaged as error:
+        fix = "send what the SDK sends"
+        raise HTTPProblem(400, f"The body {error}.", field="body", fix=fix) from None
+    try:
+        head = Ordered(model_id=message.model_id, seq_id=message.seq_id)
+    except ValidationError as error:
+        raise invalid_request(422, errors_of(error)) from None
 
-        async def send() -> Acknowledged:
-            return await calls.train(
-                owner,
-                message.model_id,
-                message.seq_id,
-                await asyncio.to_thread(read_data, message),
-                message.loss_fn,
-                loss_options(message),
-                backward=not message.forward_only,
-            )
+    async def send() -> Acknowledged:
+        async with decoding:
+            data = await asyncio.to_thread(read_data, message)
+        calls, owner = caller(request)
+        return await calls.train(
+            owner,
+            head.model_id,
+            head.seq_id,
+            data,
+            message.loss_fn,
+            loss_options(message),
+            backward=not message.forward_only,
+        )
 
-        kind: Kind = "forward" if message.forward_only else "forward_backward"
-        return await in_order(request, message.model_id, message.seq_id, kind, send)
+    kind: Kind = "forward" if message.forward_only else "forward_backward"
+    return await in_order(request, head.model_id, head.seq_id, kind, send)
 
 
 @tinker_operation("POST", "/api/v1/optim_step", summary="An optimizer step")

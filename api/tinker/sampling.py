@@ -13,7 +13,7 @@ from aiohttp import web
 
 from api.server.http.problems import HTTPProblem
 from api.server.service.service import Service
-from api.tinker.calls import BODY_BYTES, BODY_VALUES, acknowledged, caller, tinker_operation
+from api.tinker.calls import acknowledged, caller, tinker_operation
 from api.tinker.models import PROTOBUF
 from api.tinker.passes import write_pass
 from api.tinker.samples import SampleBody, write_sample
@@ -22,6 +22,8 @@ from orchestration.calls.interface import Done, Failed, NotThere, SamplerInfo
 from pipeline.first_of import first_of
 from stages.calls.interface import PassOutput, SampleOutput
 
+PROMPT_BYTES = 8 * 2**20
+PROMPT_VALUES = 300_000
 WAIT_SECONDS = 30.0  # clients give up after 45
 DEADLINE_SECONDS = 60.0
 # of the JSON answer to each kind of call
@@ -52,8 +54,8 @@ async def get_sampler(service: Service, request: web.Request, path: SamplerPath)
     "POST",
     "/api/v1/asample",
     summary="Sample",
-    body_limit=BODY_BYTES,
-    body_values=BODY_VALUES,
+    body_limit=PROMPT_BYTES,
+    body_values=PROMPT_VALUES,
 )
 async def asample(service: Service, request: web.Request, body: SampleBody) -> Answer:
     calls, owner = caller(request)

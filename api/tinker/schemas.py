@@ -11,6 +11,7 @@ from stages.calls.interface import AdamOptions, ModelOptions
 
 LARGEST = 2**63 - 1
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
+Turn = Annotated[int, Field(ge=1, le=LARGEST)]
 Named = Annotated[str, Field(min_length=1, max_length=300)]
 Name = Annotated[
     str,
@@ -54,7 +55,7 @@ class OfModel(Tolerant):
 class Ordered(OfModel):
     """A call that has a number among those of its model."""
 
-    seq_id: Number = 0
+    seq_id: Turn
 
 
 class Lora(Tolerant):
@@ -124,7 +125,7 @@ class LoadBody(Tolerant):
     (``session_id``, ``model_seq_id``)."""
 
     model_id: Named | None = None
-    seq_id: Number = 0
+    seq_id: Turn = 1
     session_id: Named | None = None
     model_seq_id: Number = 0
     path: Named

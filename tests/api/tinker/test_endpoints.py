@@ -289,8 +289,11 @@ async def test_what_no_client_sends_is_a_clear_error(client: Client) -> None:
     for damaged in (b"\xff" * 9, b"\x1a\xff\xff\xff\xff\x0f", b"\x1a\x00" * 9000):
         answer = await user.ask("POST", "/api/v1/forward_backward", data=damaged, headers=binary)
         await problem(answer, 400)
-    empty = await user.ask("POST", "/api/v1/forward_backward", data=b"", headers=binary)
-    await problem(empty, 404)
+    for model_id, seq_id, status in (("", 1, 422), ("x", 0, 422), ("x", -1, 422), ("x", 1, 404)):
+        answer = await user.ask(
+            "POST", "/api/v1/forward_backward", data=data(model_id, seq_id), headers=binary
+        )
+        await problem(answer, status)
     gone = await user.ask("POST", "/api/v1/retrieve_future", json={"request_id": "no"})
     await problem(gone, 410)
     session = (await user.post("create_session"))["session_id"]
