@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,10 +19,13 @@ import typer
 from api.cli.common.exit_codes import FAILED
 from api.cli.common.options import DataOption, IndexOption
 from api.cli.common.output import advised, refuse
+from api.cli.service.calls import training_calls
 from api.cli.service.link import login_link
 from api.terminal.screen import complain
 
 if TYPE_CHECKING:  # imported when serving: `asyncdock runs list` imports this module too
+    from aiohttp import web
+
     from api.server.access.settings import Settings
 
 LISTEN = "127.0.0.1:8765"
@@ -104,6 +108,10 @@ def serve_command(
     checkpoint: Annotated[
         Names, _repeatable("NAME=DIR", help="A model that is served, as Hugging Face has it.")
     ] = None,
+    tinker: Annotated[
+        Names,
+        _repeatable("[NAME=]SOURCE", help="A model for training loops of Tinker's clients."),
+    ] = None,
     max_waiting: Annotated[int, typer.Option(help="Runs in the queue.")] = 1000,
     max_workers: Annotated[int, typer.Option(help="Worker processes of one run.")] = 64,
     max_arena: Annotated[
@@ -147,8 +155,9 @@ def serve_command(
         )
     except ValueError as error:
         refuse(f"serve: {error}")
+    calls = training_calls(tinker, data) if tinker else None
     try:
-        asyncio.run(_serve(settings))
+        asyncio.run(_serve(settings, calls))
     except ServeError as error:
         refuse(error)
 
@@ -187,10 +196,10 @@ def _checkpoints(given: Names) -> dict[str, Path]:
     return folders
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: Settings, calls: Callable[[web.Application, str], None] | None) -> None:
     from api.server.app import serve
 
-    await serve(settings, stopped_by_signals("Closing; runs go on."), _print_ready)
+    await serve(settings, stopped_by_signals("Closing; runs go on."), _print_ready, calls)
 
 
 def stopped_by_signals(closing: str) -> asyncio.Event:

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from api.cli.common.output import refuse
+from api.cli.service.calls import training_calls
 from api.cli.service.serve import parse_address, stopped_by_signals
 from api.cli.service.token import tinker_key
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from api.server.access.settings import Settings
-    from orchestration.calls.interface import CallOptions
-    from stages.calls.interface import ServedBase
 
 DType = Literal["float32", "bfloat16"]
-CALLS = "calls"  # in the service's folder
 RATE = 5000  # requests of one address a second: a client sends thousands of samples at once
 BODY_SECONDS = 60.0  # for a body of data to arrive
 
@@ -68,15 +69,12 @@ def tinker_command(
     """
     from api.server.access.settings import Settings
     from api.server.app import ServeError
-    from orchestration.calls.bases import describe_bases, parse_model
     from orchestration.calls.interface import CallOptions
     from orchestration.private_files import keep_from_others
     from pipeline.compat.extras import ExtraMissing
-    from pipeline.problems import Fatal
 
     keep_from_others()
     try:
-        sources = dict(map(parse_model, models))
         settings = Settings(
             **parse_address(listen),
             data=data,
@@ -92,31 +90,27 @@ def tinker_command(
         options = CallOptions(loaded_models=max_models, merged_checkpoints=not adapters_alone)
         engine: dict[str, Any] = {"dtype": dtype, "max_rows": max_rows}
         engine |= {"threads": threads} if threads else {}
-        engine |= {"device": device} if device != "auto" else {}
-        bases = describe_bases(sources, data, device=device)
-        asyncio.run(_serve(settings, bases, options, engine))
-    except (ExtraMissing, Fatal, ServeError, ValueError) as error:
+        calls = training_calls(models, data, options, device=device, **engine)
+        asyncio.run(_serve(settings, models, calls))
+    except (ExtraMissing, ServeError, ValueError) as error:
         refuse(f"tinker: {error}")
 
 
 async def _serve(
-    settings: Settings, bases: list[ServedBase], options: CallOptions, engine: dict[str, Any]
+    settings: Settings, models: list[str], calls: Callable[[web.Application, str], None]
 ) -> None:
     from api.server.app import serve
-    from api.tinker.routes import add_routes
-    from orchestration.calls.service import open_service
+    from orchestration.calls.bases import parse_model
     from orchestration.service.own_services import read_authorization
 
     def ready(url: str, code: str) -> None:
         """Print what a client is given. A log, which others may read, gets no key."""
-        print(f"AsyncDock serves {', '.join(base.name for base in bases)} at {url}")
+        names = ", ".join(parse_model(model)[0] for model in models)
+        print(f"AsyncDock serves {names} at {url}")
         key = f"$(asyncdock token show --tinker --data {settings.data})"
         if sys.stdout.isatty():
             key = tinker_key(read_authorization(settings.data))
         print(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={key}", flush=True)
 
-    def open_calls() -> Any:
-        return open_service(settings.data / CALLS, bases, options, engine_options=engine)
-
     stop = stopped_by_signals("Closing; what was acknowledged is kept.")
-    await serve(settings, stop, ready, lambda app, _: add_routes(app, open_calls))
+    await serve(settings, stop, ready, calls)

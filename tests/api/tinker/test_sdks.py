@@ -18,7 +18,7 @@ import pytest
 
 from orchestration.service.index_server import FILE
 from orchestration.service.own_services import read_authorization
-from tests.api.served import environment
+from tests.api.served import Served, environment
 from tests.api.tinker import sdk
 from tests.api.watchdog import HELD
 from tests.pages.page import ROOT, blocks
@@ -102,6 +102,21 @@ def test_the_quick_start_of_the_page(server: Server, tmp_path: Path) -> None:
     printed = sdk.program(sdk.NEWEST, script, server.url, server.key)
     losses = [float(number) for number in re.findall(r"loss (\S+)", printed)]
     assert losses[-1] < losses[0] / 2, printed
+
+
+def test_a_service_of_runs_serves_models_too(tmp_path: Path) -> None:
+    served = Served(tmp_path / "data", "--tinker", "small=tiny", "--runs", "0")
+    served.start()
+    try:
+        for path, headers, name in (
+            ("/api/v1/get_server_capabilities", {"X-API-Key": f"tml-{served.token}"}, "small"),
+            ("/v1/runs", served.headers, "runs"),
+        ):
+            request = urllib.request.Request(served.url + path, headers=headers)
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                assert name in answer.read().decode()
+    finally:
+        served.end()
 
 
 @pytest.mark.timeout(1800)
