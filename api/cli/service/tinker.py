@@ -63,9 +63,9 @@ def tinker_command(
     tls_certificate: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
 ) -> None:
-    """Serve models to Tinker's clients until Ctrl-C.
+    """Serve models to Tinker's clients: their training loops, on engines of this machine.
 
-    What is acknowledged is below DIR, and goes on with the next server.
+    Ctrl-C ends it. What is acknowledged is below DIR, and goes on with the next server.
     """
     from api.server.access.settings import Settings
     from api.server.app import ServeError

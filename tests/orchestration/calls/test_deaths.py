@@ -140,9 +140,15 @@ async def test_so_it_is_with_a_model_of_torch(tmp_path: Path) -> None:
     assert await killed(tmp_path / "killed", 1, **torch) == expected
 
 
+PROCESS = b"orchestration.calls.engines.process"
+
+
 def engine_of(server: int) -> int:
     """Return the process of the one engine that ``server`` has."""
-    (engine,) = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    (engine,) = (
+        child for child in children if PROCESS in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
     return int(engine)
 
 
