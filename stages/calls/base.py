@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from pipeline.problems import Problem
 from stages import device as devices
-from stages.adapters.names import adapted_layers
+from stages.adapters.names import adapted_layers, head_name
 from stages.adapters.options import AdapterOptions
 from stages.calls.interface import CallRefused, ModelOptions
 from stages.engines.torch.train import TorchTrainEngine
@@ -94,16 +94,22 @@ def adapter_options(model: PreTrainedModel, options: ModelOptions) -> AdapterOpt
         raise _refused("rank", options.rank, "is below 0", "use 1 or more, or 0 to train all")
     if options.rank == 0:
         return None
-    if options.head:
-        fix = "set train_unembed to false, or rank 0 to train all weights"
-        raise _refused("train_unembed", True, "has no adapter here on the output head", fix)
     layers = [*adapted_layers(model, ())]
     targets = [
         name for name in layers if (options.attention if _is_attention(name) else options.mlp)
     ]
+    if options.head:
+        if not (head := head_name(model)):
+            wrong = (
+                f"needs an output head that is a linear layer, and {type(model).__name__} has none"
+            )
+            fix = "set it to false, or rank 0 to train all weights"
+            raise _refused("train_unembed", True, wrong, fix)
+        targets.append(head)
     if not targets:
         wrong = f"leaves no layer of {type(model).__name__} to train"
-        raise _refused("lora_config", None, wrong, "set train_attn or train_mlp to true")
+        fix = "set train_attn, train_mlp or train_unembed to true"
+        raise _refused("lora_config", None, wrong, fix)
     named = () if targets == layers else tuple(targets)
     return AdapterOptions(options.rank, ALPHA, named, options.seed)
 

@@ -93,6 +93,7 @@ def load(folder: Path, engine: TorchTrainEngine, options: ModelOptions, *, optim
         manifest.verify_part(folder)
         loaded = _weights(folder, options)
         _refuse_others(folder, current["model"], loaded)
+        _refuse_untied(folder, engine, loaded)
         state["model"] = {name: loaded[name] for name in current["model"]}
         if optimizer:
             if not (folder / TRAIN / MOMENTS).is_file():
@@ -156,8 +157,7 @@ def _adapter_weights(folder: Path, options: ModelOptions) -> dict[str, torch.Ten
 def _refuse_others(
     folder: Path, mine: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise CallRefused unless ``loaded`` has all tensors of ``mine``, in their shapes. What is
-    tied may be there under both names."""
+    """Raise CallRefused unless ``loaded`` has all tensors of ``mine``, in their shapes."""
     for name, value in mine.items():
         if name not in loaded or loaded[name].shape != value.shape:
             there = [*loaded[name].shape] if name in loaded else "missing"
@@ -170,6 +170,18 @@ def _refuse_others(
     if len(extra := loaded.keys() - mine.keys()) and any("lora_" in name for name in extra):
         wrong = f"has adapters on layers that the model has none on, {sorted(extra)[0]}"
         raise _refused(folder, wrong, "create the model with the options that it was saved with")
+
+
+def _refuse_untied(
+    folder: Path, engine: TorchTrainEngine, loaded: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise CallRefused where ``loaded`` has several values of one parameter of the model."""
+    names = {parameter: name for name, parameter in engine.model.named_parameters()}
+    for name, parameter in engine.model.named_parameters(remove_duplicate=False):
+        first = names[parameter]
+        if name in loaded and first in loaded and not torch.equal(loaded[name], loaded[first]):
+            wrong = f"has a {name} of its own, and the model's is {first}"
+            raise _refused(folder, wrong, "load an adapter, or serve this model as a base")
 
 
 def _saved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,11 +15,16 @@ from stages.model.load import tiny_model, tiny_tokenizer
 VOCABULARY = 40
 
 
-def tiny_base(seed: int = 3, **options: Any) -> TorchBase:
-    """The model ``tiny``, one thread."""
+def tiny_base(seed: int = 3, *, tied: bool = True, **options: Any) -> TorchBase:
+    """The model ``tiny``, one thread; not ``tied``: with an output head of its own."""
     dtype = options.pop("dtype", torch.float32)
     options = {"device": "cpu", "threads": 1, **options}
-    return TorchBase(tiny_model(seed, dtype), tiny_tokenizer(), **options)
+    model: Any = tiny_model(seed, dtype)
+    if not tied:
+        model.config.tie_word_embeddings = False
+        other_words = tiny_model(seed + 1, dtype).get_input_embeddings().weight
+        model.lm_head.weight = torch.nn.Parameter(other_words.detach())
+    return TorchBase(model, tiny_tokenizer(), **options)
 
 
 def supervised(seed: int = 0, lengths: Sequence[int] = (9, 4, 17, 1), k: int = 0) -> list[Datum]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from orchestration.checkpoints.checkpoint import open_checkpoint
 from stages.adapters.options import ADAPTER, AdapterOptions
@@ -24,7 +24,12 @@ from tests.batches import tiny_rows
 from tests.stages.calls.data import sampled, supervised, tiny_base
 
 STEP = AdamOptions(learning_rate=1e-2)
-KINDS = [(4, torch.float32), (0, torch.float32), (4, torch.bfloat16), (0, torch.bfloat16)]
+OPTIONS = {
+    "adapter": ModelOptions(rank=4, seed=7),
+    "head": ModelOptions(rank=4, seed=7, head=True),
+    "whole": ModelOptions(rank=0, seed=7),
+}
+KINDS = [(kind, dtype) for kind in OPTIONS for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +38,11 @@ def _one_thread() -> None:
 
 
 def trained(rank: int = 4, steps: int = 2, **options: Any) -> TorchCalledModel:
-    model = TorchCalledModel(tiny_base(**options), ModelOptions(rank=rank, seed=7))
-    return train(model, steps)
+    return trained_with(ModelOptions(rank=rank, seed=7), steps, **options)
+
+
+def trained_with(model_options: ModelOptions, steps: int = 2, **options: Any) -> TorchCalledModel:
+    return train(TorchCalledModel(tiny_base(**options), model_options), steps)
 
 
 def train(model: TorchCalledModel, steps: int) -> TorchCalledModel:
@@ -59,14 +67,14 @@ def plain_logprobs(model: Any) -> np.ndarray:
     return torch.cat(rows).numpy()
 
 
-@pytest.mark.parametrize(("rank", "dtype"), KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_a_loaded_model_goes_on_to_the_same_bits(
-    rank: int, dtype: torch.dtype, tmp_path: Path
+    kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model = trained(rank, dtype=dtype)
+    model = trained_with(OPTIONS[kind], dtype=dtype)
     model.save(tmp_path / "a", optimizer=True, merged=False)
     options = stored_options(tmp_path / "a")
-    assert options == ModelOptions(rank=rank, seed=7)
+    assert options == OPTIONS[kind]
     other = TorchCalledModel(tiny_base(dtype=dtype), options)
     other.forward_backward(supervised(), "cross_entropy", {})
     other.load(tmp_path / "a", optimizer=True)
@@ -97,26 +105,35 @@ def test_without_the_optimizer_it_begins_anew(tmp_path: Path) -> None:
     assert other.step == 1
 
 
-@pytest.mark.parametrize(("rank", "dtype"), KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_recipes_begin_with_what_is_saved_and_peft_opens_it(
-    rank: int, dtype: torch.dtype, tmp_path: Path
+    kind: str, dtype: torch.dtype, tied: bool, tmp_path: Path
 ) -> None:
-    model = trained(rank, dtype=dtype)
+    """A head that was the embedding, and has an adapter, is a matrix of its own."""
+    rank = OPTIONS[kind].rank
+    model = trained_with(OPTIONS[kind], dtype=dtype, tied=tied)
     model.save(tmp_path / "a", optimizer=True)
     source = str(tmp_path / "a" / "model")
     opened, _ = load_model(source, dtype=dtype, seed=0)
     tolerance = 2e-5 if dtype == torch.float32 else 0.1
     assert np.abs(plain_logprobs(opened) - logprobs(model)).max() < tolerance
+    is_tied = tied and kind != "head"
+    words = opened.get_input_embeddings().weight
+    assert (opened.get_output_embeddings().weight is words) is is_tied
+    if rank:
+        assert torch.equal(words, tiny_model(3, dtype).get_input_embeddings().weight)
     assert load_tokenizer(source).decode([5, 6]) == tiny_base().tokenizer.decode([5, 6])
     checkpoint = open_checkpoint(tmp_path / "a")
     assert checkpoint.version == 2
     checkpoint.verify()
     if rank:
-        of_peft = PeftModel.from_pretrained(tiny_model(3, dtype), tmp_path / "a" / ADAPTER)
+        plain = tiny_base(dtype=dtype, tied=tied).model
+        of_peft = PeftModel.from_pretrained(plain, tmp_path / "a" / ADAPTER)
         assert np.abs(plain_logprobs(of_peft) - logprobs(model)).max() < tolerance
         config: Any = of_peft.peft_config["default"]
         assert (config.r, config.lora_alpha) == (rank, 32)
-    whole = TorchCalledModel(tiny_base(seed=9), ModelOptions(rank=0))
+    whole = TorchCalledModel(tiny_base(seed=9, tied=is_tied), ModelOptions(rank=0))
     whole.load(Path(source), optimizer=False)
     assert np.abs(logprobs(whole) - logprobs(model)).max() < tolerance
 
@@ -147,6 +164,22 @@ def test_what_a_recipe_has_trained_is_loaded(tmp_path: Path) -> None:
         assert np.abs(logprobs(model) - plain_logprobs(whole)).max() < 2e-5
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_peft_has_saved_with_an_adapter_on_the_head_is_loaded(
+    tied: bool, tmp_path: Path
+) -> None:
+    """Peft saves the head's own weight beside it."""
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=[*targets, "lm_head"], init_lora_weights=False
+    )
+    of_peft = get_peft_model(tiny_base(tied=tied).model, config)
+    of_peft.save_pretrained(str(tmp_path))
+    model = TorchCalledModel(tiny_base(tied=tied), OPTIONS["head"])
+    model.load(tmp_path, optimizer=False)
+    assert np.abs(plain_logprobs(of_peft) - logprobs(model)).max() < 2e-5
+
+
 def test_what_cannot_be_loaded_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     saved = trained()
     saved.save(tmp_path / "saved", optimizer=True)
@@ -161,6 +194,12 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(tmp_path: Path) ->
     refused(tmp_path / "none", 'path = "none": has no adapter of rank 4')
     refused(tmp_path / "whole", "is of another model: .* is missing, not")
     refused(tmp_path / "saved", r"is \[4, 64\], not \[8, 64\]", trained(rank=8))
+    with_head = trained_with(OPTIONS["head"])
+    refused(tmp_path / "saved", "is of another model: lm_head.* is missing", with_head)
+    with_head.save(tmp_path / "head", optimizer=True)
+    refused(tmp_path / "head", "has adapters on layers that the model has none on, lm_head")
+    with pytest.raises(CallRefused, match="has a lm_head.weight of its own, and the model's is"):
+        trained(rank=0).load(tmp_path / "head" / "model", optimizer=False)
     attention = TorchCalledModel(tiny_base(), ModelOptions(rank=4, mlp=False))
     refused(tmp_path / "saved", "has adapters on layers that the model has none on", attention)
     refused(tmp_path / "saved" / ADAPTER, "has rank 4, and the model 8; create", trained(rank=8))

@@ -78,6 +78,12 @@ CASES: list[tuple[Reference, dict[str, float], list[Datum]]] = [
     (gspo, {"clip_low_threshold": 0.2, "clip_high_threshold": 3.0}, sampled()),
     (stable_reinforce, {"kl_coeff": 0.2}, sampled()),
 ]
+KINDS = {  # rank, an adapter on the head, a head that is the embedding
+    "whole": (0, False, True),
+    "adapter": (4, False, True),
+    "with head": (4, True, True),
+    "with untied head": (4, True, False),
+}
 NAMES = [f"{reference.__name__}-{number}" for number, (reference, _, _) in enumerate(CASES)]
 
 
@@ -92,21 +98,23 @@ def doubles(datum: Datum) -> dict[str, torch.Tensor]:
 def plain_logprobs(model: Any, weights: dict[str, torch.Tensor], datum: Datum) -> torch.Tensor:
     """By the plain forward of transformers, of one datum alone."""
     ids = torch.from_numpy(datum.tokens)[None]
-    logits = functional_call(model, weights, (), {"input_ids": ids, "use_cache": False}).logits[0]
+    inputs = {"input_ids": ids, "use_cache": False}
+    logits = functional_call(model, weights, (), inputs, tie_weights=False).logits[0]
     targets = torch.from_numpy(datum.inputs["target_tokens"])
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(-1, targets if targets.ndim == 2 else targets[:, None])
     return chosen if targets.ndim == 2 else chosen[:, 0]
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("reference", "options", "data"), CASES, ids=NAMES)
 def test_loss_logprobs_and_gradients_are_those_of_a_float64_computation(
-    reference: Reference, options: dict[str, float], data: Sequence[Datum], rank: int
+    reference: Reference, options: dict[str, float], data: Sequence[Datum], kind: str
 ) -> None:
     """Adapters after a step, as before it half of their gradients are zero."""
-    base = tiny_base(token_budget=40)
-    model = TorchCalledModel(base, ModelOptions(rank=rank, seed=5))
+    rank, has_head, tied = KINDS[kind]
+    base = tiny_base(token_budget=40, tied=tied)
+    model = TorchCalledModel(base, ModelOptions(rank=rank, seed=5, head=has_head))
     model.forward_backward(supervised(seed=9), "cross_entropy", {})
     model.optimizer_step(AdamOptions(learning_rate=1e-2))
     name = reference.__name__
@@ -142,6 +150,7 @@ def test_loss_logprobs_and_gradients_are_those_of_a_float64_computation(
             assert logprobs.dtype == np.float32
             assert np.allclose(logprobs, logp.detach().numpy(), rtol=0, atol=1e-6)
     gradients = {n: p.grad for n, p in model._engine.trained.items()}
+    assert any("lm_head" in name for name in gradients) is has_head
     assert_near(
         {n: gradient.double() for n, gradient in gradients.items() if gradient is not None},
         {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None},

@@ -26,9 +26,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def model_of(base: TorchBase | None = None, rank: int = 4, seed: int = 1) -> TorchCalledModel:
+def model_of(
+    base: TorchBase | None = None, rank: int = 4, seed: int = 1, *, head: bool = False
+) -> TorchCalledModel:
     """A model whose adapters are not zero."""
-    model = TorchCalledModel(base or tiny_base(), ModelOptions(rank=rank, seed=seed))
+    options = ModelOptions(rank=rank, seed=seed, head=head)
+    model = TorchCalledModel(base or tiny_base(), options)
     model.forward_backward(supervised(seed=8), "cross_entropy", {})
     model.optimizer_step(STEP)
     return model
@@ -50,12 +53,12 @@ def test_it_is_a_called_model() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("rank", [0, 4])
-def test_pieces_of_a_pass_add_up_to_one_call(size: int, rank: int) -> None:
+@pytest.mark.parametrize(("rank", "head"), [(0, False), (4, False), (4, True)])
+def test_pieces_of_a_pass_add_up_to_one_call(size: int, rank: int, head: bool) -> None:
     data = sampled(group=5)
-    whole = model_of(rank=rank)
+    whole = model_of(rank=rank, head=head)
     output = whole.forward_backward(data, "ppo", {})
-    pieces = model_of(rank=rank)
+    pieces = model_of(rank=rank, head=head)
     parts = [
         pieces.forward_backward(data[at : at + size], "ppo", {}) for at in range(0, len(data), size)
     ]
@@ -215,8 +218,9 @@ def test_adapters_are_where_the_options_say() -> None:
         names = model.adapter()
         assert names
         assert all(("self_attn" in name) is attention for name in names)
-    with pytest.raises(CallRefused, match="train_unembed = true: has no adapter here on the out"):
-        TorchCalledModel(base, ModelOptions(head=True))
+    names = TorchCalledModel(base, ModelOptions(attention=False, mlp=False, head=True)).adapter()
+    assert {name.partition(".lora_")[0] for name in names} == {"lm_head"}
+    assert TorchCalledModel(base, ModelOptions(head=True)).adapter().keys() > names.keys()
     with pytest.raises(CallRefused, match="leaves no layer of LlamaForCausalLM to train"):
         TorchCalledModel(base, ModelOptions(attention=False, mlp=False))
     with pytest.raises(CallRefused, match="rank = -1: is below 0"):

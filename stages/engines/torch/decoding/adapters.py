@@ -39,7 +39,7 @@ class JoinedAdapter:
         self._scale = scale
         self._packed = isinstance(linear, PackedLinear)
         like = linear.layers[0].weight
-        dtype = linear.dtype if self._packed else like.dtype
+        dtype = linear.dtype
         width = rank * sum(has)
         self.down = like.new_zeros(width, linear.layers[0].in_features, dtype=dtype)
         self.up = like.new_zeros(sum(self._rows), width, dtype=dtype)
@@ -50,7 +50,7 @@ class JoinedAdapter:
         if self._packed and x.shape[-2] >= ONEDNN_TOKENS:
             inner = torch.ops.mkldnn._linear_pointwise(x, self.down, None, "none", [], "")
             return torch.ops.mkldnn._linear_pointwise.binary(inner, out, self.up, None, "add")
-        inner = nn.functional.linear(x, self.down)
+        inner = nn.functional.linear(x.to(self.down.dtype), self.down)
         if x.dim() == 2 and out.dtype == inner.dtype:
             return out.addmm_(inner, self.up.t())
         return out + nn.functional.linear(inner, self.up)
@@ -110,10 +110,12 @@ class MixedAdapter:
 
 
 class AdaptableModule:
-    """A linear layer of the model's own modules. ``adapter``: as in :class:`PackedLinear`."""
+    """A linear layer of the model's own modules. ``adapter``: as in :class:`PackedLinear`;
+    ``dtype``: of what it returns."""
 
-    def __init__(self, module: nn.Linear) -> None:
+    def __init__(self, module: nn.Linear, dtype: torch.dtype) -> None:
         self.layers = (module,)
+        self.dtype = dtype
         self._plain = module.forward
 
     @property
@@ -159,6 +161,7 @@ class AdapterSets:
 
     def __init__(self, model: Any) -> None:
         self._layers = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+        self._head = model.get_output_embeddings()
         self._names = {id(module): name for name, module in self._layers.items()}
         self._linears: list[Any] = []
         self._sets: dict[str, AdapterSet] = {}
@@ -171,7 +174,10 @@ class AdapterSets:
         model."""
         ids = {id(layer) for linear in joined for layer in linear.layers}
         rest = [module for module in self._layers.values() if id(module) not in ids]
-        self._linears = [*joined, *map(AdaptableModule, rest)]
+        self._linears = [*joined, *(AdaptableModule(m, self._returns(m)) for m in rest)]
+
+    def _returns(self, module: nn.Linear) -> torch.dtype:
+        return torch.float32 if module is self._head else module.weight.dtype  # logits are float32
 
     def make(self, weights: Mapping[str, torch.Tensor], scale: float) -> AdapterSet:
         """Return a set of zeros for ``weights``. Raises WeightMismatch where they are none of

@@ -123,6 +123,7 @@ class JoinedLinear:
 
     def __init__(self, *layers: nn.Linear) -> None:
         self.layers = layers
+        self.dtype = layers[0].weight.dtype
         self.weight = _join([layer.weight for layer in layers])
         self.bias = None if layers[0].bias is None else _join([layer.bias for layer in layers])
 
