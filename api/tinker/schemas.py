@@ -59,12 +59,11 @@ class Ordered(OfModel):
 
 
 class Lora(Tolerant):
-    """Its ``train_unembed`` is not read: all clients send true, and the head has no adapter here."""
-
     rank: int = Field(default=32, ge=0, le=4096)
     seed: int | None = Field(default=None, ge=0, le=LARGEST)
     train_mlp: bool = True
     train_attn: bool = True
+    train_unembed: bool = True
 
     def options(self) -> ModelOptions:
         return ModelOptions(
@@ -72,6 +71,7 @@ class Lora(Tolerant):
             seed=self.seed or 0,
             attention=self.train_attn,
             mlp=self.train_mlp,
+            head=self.train_unembed,
         )
 
 

@@ -119,7 +119,7 @@ async def test_a_model_from_its_session_to_its_archive(client: Client) -> None:
     assert await user.get("/api/v1/healthz") == {"status": "ok"}
 
     model = await user.model(
-        lora_config={"rank": 8, "seed": 1}, user_metadata={"kind": "x", "n": 3}
+        lora_config={"rank": 8, "seed": 1, "train_attn": False}, user_metadata={"kind": "x", "n": 3}
     )
     session = model.partition(":")[0]
     assert await user.post("session_heartbeat", session_id=session) == {"type": "session_heartbeat"}
@@ -138,6 +138,7 @@ async def test_a_model_from_its_session_to_its_archive(client: Client) -> None:
     assert path == f"tinker://{model}/weights/first"
     weights = await user.post("weights_info", tinker_path=path)
     assert (weights["base_model"], weights["is_lora"], weights["lora_rank"]) == ("base", True, 8)
+    assert (weights["train_attn"], weights["train_unembed"]) == (False, True)
     loaded = await user.post(
         "load_weights", model_id=model, seq_id=4, path=path, optimizer=True, type="load_weights"
     )
