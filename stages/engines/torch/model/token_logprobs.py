@@ -108,7 +108,7 @@ class TokenLogprobs(torch.autograd.Function):
                     to_logits.mul_(slope[:, words])
                 if to_inner is not None and to_up is not None:
                     to_inner[rows] += product(to_logits, up[words].float())
-                    to_up[words] += product(to_logits.t(), inner[rows])
+                    to_up[words] += product(inner[rows].t(), to_logits).t()
                 to_logits = to_logits.to(weight.dtype)
                 to_hidden[rows] += product(to_logits, weight[words])
                 if to_weight is None:
@@ -136,7 +136,9 @@ def scaled_logits(
     ``softcap``). ``inner`` float32 [U, r] and ``up`` [V, r]: factors of what is added before."""
     logits = float32_logits(hidden, weight, bias)
     if inner is not None and up is not None:
-        logits.addmm_(inner, up.float().t())
+        up_columns = up.float().t()
+        for rows in _pieces(len(logits), logits.shape[1], logits.device):
+            logits[rows] += product(inner[rows], up_columns)
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     return logits if temperature == 1 else logits.div_(temperature)
