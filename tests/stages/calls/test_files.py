@@ -198,7 +198,7 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(tmp_path: Path) ->
     refused(tmp_path / "saved", "is of another model: lm_head.* is missing", with_head)
     with_head.save(tmp_path / "head", optimizer=True)
     refused(tmp_path / "head", "has adapters on layers that the model has none on, lm_head")
-    with pytest.raises(CallRefused, match="has a lm_head.weight of its own, and the model's is"):
+    with pytest.raises(CallRefused, match=r"has a lm_head\.weight of its own, and the model's is"):
         trained(rank=0).load(tmp_path / "head" / "model", optimizer=False)
     attention = TorchCalledModel(tiny_base(), ModelOptions(rank=4, mlp=False))
     refused(tmp_path / "saved", "has adapters on layers that the model has none on", attention)
