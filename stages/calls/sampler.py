@@ -182,6 +182,7 @@ class TorchSampler:
             prompt,
             params,
             seed if options.seed is None else options.seed,
+            is_repeated=True,  # a client asks for the responses to a prompt one by one
             adapters=adapters,
         )
 

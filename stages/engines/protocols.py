@@ -110,6 +110,7 @@ class GroupRequest:
 
     ``begun`` has, by place, responses that are to be continued. ``is_continued``: later requests
     will probably go on with the responses, so that an engine may keep their keys and values.
+    ``is_repeated``: other requests have the same prompt, so that an engine may compute it once.
     ``adapters``: the name of a set that a :class:`MultiAdapterEngine` has, whose versions the
     tokens then have; "": the engine's own weights.
 
@@ -125,6 +126,7 @@ class GroupRequest:
     seed: int
     begun: Mapping[int, Begun] = field(default_factory=dict)
     is_continued: bool = False
+    is_repeated: bool = False
     adapters: str = ""
 
     def __post_init__(self) -> None:

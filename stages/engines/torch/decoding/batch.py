@@ -89,6 +89,8 @@ class ContinuousBatch:
             self._decode()
 
     def submit(self, rows: Sequence[ResponseRow]) -> None:
+        for row in rows:
+            self._beginnings.share_group(row)
         self.waiting.extend(rows)
         for name in {row.request.adapters for row in rows} - self.versions.keys():
             self._fail_adapters(name)
@@ -98,7 +100,7 @@ class ContinuousBatch:
         dropped = [row for row in self.waiting if row.submission is submission]
         self.waiting = deque(row for row in self.waiting if row.submission is not submission)
         for row in dropped:
-            self._beginnings.leave_queue(row.group)
+            self._beginnings.leave(row.group)
         for number in reversed(range(len(self.rows))):
             if self.rows[number].submission is submission:
                 self._remove(number)
@@ -138,7 +140,7 @@ class ContinuousBatch:
         computed with them before is not used for rows that start."""
         self.versions[adapters] = version
         self.resting.clear(adapters)
-        for row in self.waiting:
+        for row in [*self.waiting, *self.rows]:
             if adapters in (OWN, row.request.adapters):
                 self._beginnings.release_prompt(row.group)
 
@@ -206,7 +208,8 @@ class ContinuousBatch:
             self._beginnings.join(row)
         logits = self._beginnings.logits(self.rows, first)
         for row in started:
-            self._beginnings.leave_queue(row.group)
+            if not row.request.is_repeated:
+                self._beginnings.leave(row.group)
         self._append(first, self._draw_first(started, logits))
         self._deliver_ended()
         return True
@@ -421,9 +424,12 @@ class ContinuousBatch:
 
     def _remove(self, number: int) -> None:
         self.decoder.leave(number)
+        row = self.rows[number]
         last = self.rows.pop()
         if number < len(self.rows):
             self.rows[number] = last
+        if row.request.is_repeated:
+            self._beginnings.leave(row.group)
 
 
 def _removed(name: str) -> AdaptersRemoved:

@@ -7,6 +7,7 @@ tokens of earlier requests ── extend; or from a row at rest ─────�
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import structlog
 import torch
@@ -24,6 +25,16 @@ class Beginnings:
     def __init__(self, decoder: TorchDecoder, resting: RestingRows) -> None:
         self._decoder = decoder
         self._resting = resting
+        self._repeated = WeakValueDictionary[tuple[str, bytes], PendingGroup]()
+
+    def share_group(self, row: ResponseRow) -> None:
+        """Put ``row``, which begins to wait, into the group that has its repeated prompt."""
+        if row.request.is_repeated:
+            key = (row.request.adapters, row.group.ids.cpu().numpy().tobytes())
+            group = self._repeated.setdefault(key, row.group)
+            if group is not row.group:
+                group.waiting += 1
+                row.group = group
 
     def take_prompt(self, row: ResponseRow) -> bool:
         """Give the group of ``row`` the prompt of the row at rest that it continues, where it has
@@ -106,9 +117,8 @@ class Beginnings:
                 row.take_routing(row.group.routing, chosen)
         return logits
 
-    def leave_queue(self, group: PendingGroup) -> None:
-        """Count one row of ``group`` less in the queue; without any the group releases its
-        prompt."""
+    def leave(self, group: PendingGroup) -> None:
+        """Count one row of ``group`` less that waits; without any the group releases its prompt."""
         group.waiting -= 1
         if not group.waiting:
             self.release_prompt(group)

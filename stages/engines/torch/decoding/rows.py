@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class PendingGroup:
     """A request of which some rows have not started: its prefilled prompt, and the logits of the
-    first token."""
+    first token. With ``is_repeated`` the requests with one prompt are one group, as long as a row
+    of theirs waits or is in the batch; ``waiting`` counts both then."""
 
     request: GroupRequest
     ids: torch.Tensor  # int64 [P]
