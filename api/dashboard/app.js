@@ -1,10 +1,12 @@
 /* The page: which view is shown, who is signed in, whether the events come.
  *
  *    #/ ──▶ the newest run (where there is room; a phone shows the list)    #/new ──▶ the form    #/runs/ID ──▶ that run
+ *    #/models ──▶ what clients train, where the server has training calls (the first page, where it has no run)    #/models/ID ──▶ one
  *    #login=CODE ──▶ the session of a link, which works once
  */
 
 import { announce, element, say } from "./element.js";
+import { ModelPage, ModelsPage } from "./pages/models.js";
 import { RunPage } from "./pages/run.js";
 import { Runs } from "./pages/runs.js";
 import { Service } from "./service.js";
@@ -19,6 +21,7 @@ class App {
     this.main = document.getElementById("main");
     this.connection = document.getElementById("connection");
     this.out = document.getElementById("sign-out");
+    this.models = document.getElementById("models");
     this.service = new Service(() => this.signIn());
     this.runs = new Runs(this.service, (runs, filtered) => this.listed(runs, filtered));
     this.page = null;
@@ -48,8 +51,16 @@ class App {
       }
     }
     this.out.hidden = !this.service.token;
+    if (!(await this.trains())) return;
     this.runs.load();
     this.go(false);
+  }
+
+  /** Ask whether the server has training calls for this token. Returns false where nobody is signed in. */
+  async trains() {
+    const problem = await this.service.json("tinker/models", { query: { limit: 1 } }).catch((problem) => problem);
+    this.models.hidden = problem instanceof Error;
+    return problem.status !== 401;
   }
 
   /** Show what the address says; `moved` when a person went there, who then reads on at its heading. */
@@ -66,6 +77,11 @@ class App {
         const start = new Start(this.service, (record) => this.started(record));
         this.put(start);
         await start.load();
+      } else if (what === "models") {
+        const onConnection = (state, detail) => this.connected(state, detail);
+        const page = id ? new ModelPage(this.service, decodeURIComponent(id), onConnection) : new ModelsPage(this.service, onConnection);
+        this.put(page);
+        await page.load();
       } else if (run) {
         const record = await this.service.run(run);
         if (turn !== this.turn) return;
@@ -94,6 +110,7 @@ class App {
   listed(runs, filtered) {
     if (location.hash && location.hash !== "#/") return;
     if (runs.length && matchMedia(MANY).matches) location.replace(`#/runs/${encodeURIComponent(runs[0].id)}`);
+    else if (!runs.length && !filtered && !this.models.hidden) location.replace("#/models");
     else if (!runs.length && !filtered && !this.page) this.put({ element: welcome() });
     else if (runs.length && this.page) this.put(null);
   }
@@ -134,7 +151,7 @@ class App {
         on: {
           submit: (event) => {
             event.preventDefault();
-            this.service.token = input.value.trim();
+            this.service.token = input.value.trim().replace(/^tml-/, ""); // a key of Tinker's clients is a token
             this.put(null);
             this.begin();
           },

@@ -11,11 +11,11 @@ from contextlib import AbstractAsyncContextManager
 from aiohttp import web
 
 from api.server.service.operations import build_routes
-from api.tinker import models, records, sampling, sessions
+from api.tinker import models, progress, records, sampling, sessions
 from api.tinker.calls import SHARED, Shared
 from orchestration.calls.interface import CallService
 
-ROUTES = (sessions, models, sampling, records)
+ROUTES = (sessions, models, sampling, records, progress)
 
 
 def add_routes(

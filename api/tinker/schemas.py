@@ -187,6 +187,10 @@ class PageQuery(Tolerant):
     offset: int = Field(default=0, ge=0, le=LARGEST)
 
 
+class StepsQuery(Tolerant):
+    after: Number = 0
+
+
 class Answer(RootModel[dict[str, Any]]):
     """An answer with the fields that the SDK's model of it has."""
 

@@ -1,6 +1,6 @@
 """What is recorded of a model: its calls, their answers, and the state that it is rebuilt from.
 
-FOLDER/journal     facts, ledger and state │ call │ call │ answer │ …
+FOLDER/journal     facts, counts and state │ call │ call │ answer │ …
       /state-SEQ   the model after call SEQ; calls up to it are not needed any more
 """
 
@@ -17,6 +17,7 @@ from orchestration.calls.interface import CallOptions, Failed
 from orchestration.calls.journal import Journal, Record
 from orchestration.calls.ledger import Ledger
 from orchestration.calls.requests import Account, Request, Requests
+from orchestration.calls.steps import Steps
 from stages.calls.interface import ModelOptions
 
 LATE = "it came after later calls had been served; send it again under a new number"
@@ -72,6 +73,7 @@ class History:
         """Set by each new call."""
         self.requests = Requests(journal, account, self._arrived)
         self.ledger = Ledger()
+        self.steps = Steps()
         self._by_seq = dict[int, Request]()
         self._folder = folder
         self._journal = journal
@@ -88,6 +90,7 @@ class History:
         if "model" in head:
             self._state_record = record
             self.ledger = Ledger(head["ledger"])
+            self.steps = Steps(head.get("steps"))
             self._set_state(State(**head["state"]))
             self.served = max(self.served, self.state.seq)
             self.step = self.state.step
@@ -127,6 +130,7 @@ class History:
         self.served = max(self.served, seq)
         self.step = answer.get("step", self.step)
         self.ledger.count(request.head, answer)
+        self.steps.count(request.head, answer)
         self._bytes_since_state += request.size
         self._steps_since_state += request.kind == "optim_step"
         if "state" in answer:
@@ -180,7 +184,7 @@ class History:
     async def shorten(self, state: State) -> None:
         """Make ``state``, which is saved, the model's, and remove the records that nobody needs.
         Raises OSError."""
-        first = first_record(self.facts, self.ledger, state)
+        first = first_record(self.facts, self.ledger, self.steps, state)
         record = self._journal.append(first)
         assert record.written is not None
         await record.written
@@ -216,12 +220,16 @@ class History:
 
 
 def first_record(
-    facts: Facts, ledger: Ledger | None = None, state: State | None = None
+    facts: Facts,
+    ledger: Ledger | None = None,
+    steps: Steps | None = None,
+    state: State | None = None,
 ) -> dict[str, Any]:
     """Return the head of the record that a model's journal begins with."""
     ledger = ledger or Ledger()
     return {
         "model": asdict(facts),
         "ledger": ledger.counts,
+        "steps": (steps or Steps()).packed(),
         "state": asdict(state or State()),
     }

@@ -135,6 +135,10 @@ class ModelInfo:
     last_request: float = 0.0
     """Seconds since 1970."""
     failed: bool = False
+    steps: int = 0
+    """Optimizer steps of its weights."""
+    waiting: int = 0
+    """Calls without an answer."""
 
 
 @dataclass(frozen=True)
@@ -305,5 +309,9 @@ class CallService(Protocol):
     async def ledger(self, owner: str, model_id: str) -> Mapping[str, Any]:
         """Return what a model has had: calls by kind and state, data, tokens, steps, staleness of
         the rows whose provenance is known, sampled sequences with their versions."""
+
+    async def steps(self, owner: str, model_id: str, after: int) -> Sequence[Mapping[str, Any]]:
+        """Return the optimizer steps of a model whose number is larger than ``after``, by the names
+        of :data:`orchestration.calls.steps.FIELDS`. Of long runs older ones are thinned."""
 
     async def close(self) -> None: ...

@@ -317,6 +317,13 @@ class Session:
     def sampled(self, model_id: str) -> Mapping[str, Any]:
         return self._sampled.get(model_id, SampledLedger()).counts
 
+    def totals(self, model_id: str, version: int) -> tuple[int, int, int, int]:
+        """Return the sequences and the tokens that were sampled with the model's weights, the tokens
+        by those of ``version`` alone, and the samples of the session that wait."""
+        counts = self.sampled(model_id)
+        newest = counts["versions"].get(str(version), 0)
+        return counts["sequences"], counts["tokens"], newest, len(self._serving)
+
     # --- its end
 
     async def sweep(self) -> None:

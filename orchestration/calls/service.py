@@ -222,6 +222,8 @@ class Service:
             facts.metadata,
             model.last_request,
             model.failure is not None,
+            model.history.step,
+            len(model.history.unserved),
         )
 
     async def models(self, owner: str) -> Sequence[ModelInfo]:
@@ -434,6 +436,9 @@ class Service:
             **model.history.ledger.counts,
             "sampled": session.sampled(model_id),
         }
+
+    async def steps(self, owner: str, model_id: str, after: int) -> Sequence[Mapping[str, Any]]:
+        return self._sessions.model(owner, model_id).history.steps.after(after)
 
     # --- its life
 

@@ -177,6 +177,7 @@ class Sessions:
             self._checkpoints,
             self._versions,
             session.snapshot,
+            session.totals,
         )
         model = TrainedModel(folder, history, surroundings)
         session.models[int(folder.name.rpartition(".")[2])] = model

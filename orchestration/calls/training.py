@@ -47,18 +47,21 @@ log = structlog.get_logger()
 
 PAUSE_SECONDS = 1.0  # until an engine that is down, or has failed, is tried again
 CHANGING = ("forward_backward", "optim_step", "load_weights")
+RECORDED = ("loss:sum", "tokens:sum")  # metrics of a pass, beside its answer
 
 
 @dataclass(frozen=True)
 class Surroundings:
     """What a model uses of its service. ``versions_of``: model and versions of an owner's sampled
-    sequence; ``snapshot``: makes the sampler that a call asks for, and returns its id."""
+    sequence; ``snapshot``: makes the sampler that a call asks for, and returns its id; ``sampled``:
+    :meth:`orchestration.calls.sampling.Session.totals`."""
 
     options: CallOptions
     served: Served
     checkpoints: Checkpoints
     versions_of: Callable[[str, str], tuple[str, Versions] | None]
     snapshot: Callable[[TrainedModel, Request], Coroutine[Any, Any, str]]
+    sampled: Callable[[str, int], tuple[int, int, int, int]]
 
 
 class TrainedModel:
@@ -68,7 +71,7 @@ class TrainedModel:
         self.history = history
         self.failure = history.failure
         """Why no call of it can be served."""
-        self.last_request = time.time()
+        self.last_request = history.steps.last_answer or time.time()
         self._folder = folder
         self._around = surroundings
         facts = history.facts
@@ -242,6 +245,7 @@ class TrainedModel:
         )
         if values:
             facts["staleness"] = values
+        facts["metrics"] = {name: reply["metrics"].get(name, 0.0) for name in RECORDED}
         return result
 
     async def _optim_step(self, request: Request, facts: dict[str, Any]) -> bytes:
@@ -251,8 +255,12 @@ class TrainedModel:
                 f"they are dropped, and the weights are as before: send the data again, and then "
                 f"optim_step"
             )
+        history = self.history
+        facts["sampled"] = self._around.sampled(self.facts.model_id, history.step)
+        facts["waiting"] = len(history.unserved) - 1  # without this one
         reply, result = await self._run_call(request)
         facts["step"] = reply["step"]
+        facts["metrics"] = reply["metrics"]
         return result
 
     async def _load_weights(self, head: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -103,11 +103,13 @@ class _Engine:
         step = model.step
         if head["kind"] == "optim_step":
             metrics = model.optimizer_step(unpack_adam(blob))
-            return {"step": model.step}, pack_output({"metrics": metrics})
+            step = model.step
+            return {"step": step, "metrics": metrics}, pack_output({"metrics": metrics})
         data, loss, options = unpack_pass(blob)
         is_forward = head["kind"] == "forward"
         operation = model.forward if is_forward else model.forward_backward
-        return {"step": step}, pack_output(operation(data, loss, options))
+        output = operation(data, loss, options)
+        return {"step": step, "metrics": dict(output.metrics)}, pack_output(output)
 
     def do_forget(self, head: dict[str, Any], _: bytes) -> Message:
         self._model(head).forget_gradients()

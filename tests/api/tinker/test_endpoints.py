@@ -344,6 +344,7 @@ async def test_another_token_sees_nothing(client: Client) -> None:
         ("PUT", f"{checkpoint}/ttl", {"ttl_seconds": 1}),
         ("DELETE", checkpoint, None),
         ("GET", f"/tinker/models/{model}/ledger", None),
+        ("GET", f"/tinker/models/{model}/steps", None),
     ):
         answer = await bob.ask(method, path_of, json=fields)
         assert answer.status in (404, 410), (path_of, answer.status, await answer.text())
@@ -354,6 +355,7 @@ async def test_another_token_sees_nothing(client: Client) -> None:
     for path_of in ("/api/v1/checkpoints", f"/api/v1/training_runs/{model}/checkpoints"):
         assert (await bob.get(path_of))["checkpoints"] == []
     assert (await bob.get("/api/v1/training_runs"))["training_runs"] == []
+    assert await bob.get("/tinker/models") == {"models": [], "total": 0}
     assert (await bob.get("/api/v1/sessions"))["sessions"] == []
     own = (await bob.post("create_session"))["session_id"]
     stolen = await bob.ask(

@@ -23,6 +23,8 @@ from stages.calls.interface import Datum, ModelOptions, ServedBase
 from tests.orchestration.calls.services import Client, prompt
 
 SAMPLER = "sampler"
+# What of a step depends on its calls alone, and not on the time that they take.
+OF_CALLS = ("number", "step", "data", "tokens", "loss", "trained_tokens", "grad_norm")
 TOKENS = 40  # their ids are below it, as those of `tiny` are
 
 
@@ -108,6 +110,8 @@ async def main(settings: Mapping[str, Any]) -> None:
                 tell("sample", number, digest(sampled))
         client.seq = settings["calls"]
         tell("weights", digest(await client.logprobs() if base.name == "small" else 0))
+        steps = await service.steps("ann", client.model_id, 0)
+        tell("steps", *(digest([step[name] for name in OF_CALLS]) for step in steps))
         names = sorted(info.name for info in await service.checkpoints("ann"))
         tell("checkpoints", *names)
 

@@ -93,7 +93,7 @@ class Driver:
                 self.settings["session"] = session
             case ["acknowledged", number]:
                 self.settings["acknowledged"] = int(number) + 1
-            case ["answer" | "sample" | "weights" | "checkpoints", *_]:
+            case ["answer" | "sample" | "weights" | "steps" | "checkpoints", *_]:
                 self.lines.append(line)
 
     def _kill(self, server: int, chance: random.Random) -> None:

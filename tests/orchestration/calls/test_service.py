@@ -352,6 +352,7 @@ async def test_another_owners_things_are_not_there(tmp_path: Path) -> None:
             service.optim_step("bob", model, 9, AdamOptions()),
             service.unload_model("bob", model),
             service.ledger("bob", model),
+            service.steps("bob", model, 0),
             service.sampler("bob", sampler),
             service.sample("bob", sampler, 1, prompt()),
             service.open_sampler("bob", own, 0, base="small", path=path),
