@@ -149,6 +149,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         2,
         "what its owner, the parent process, tells it",
     ),
+    ("orchestration/calls/engines/process.py", "importlib.import_module"): (1, OWN_NAME),
     ("orchestration/recipe/checks/registry.py", "importlib.import_module"): (1, OWN_NAME),
     ("orchestration/processes/handles.py", "subprocess.run"): (
         1,

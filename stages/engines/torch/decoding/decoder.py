@@ -30,7 +30,7 @@ from torch import nn
 
 from stages import device as devices
 from stages.adapters.options import AdapterOptions
-from stages.engines.torch.decoding.adapters import OWN, AdapterSet
+from stages.engines.torch.decoding.adapters import OWN
 from stages.engines.torch.decoding.attention import (
     DecodeStep,
     ExtendStep,
@@ -54,6 +54,7 @@ from stages.engines.torch.model.logits import use_float32
 from stages.resharding.tensors import separate
 
 if TYPE_CHECKING:
+    from stages.engines.torch.decoding.adapter_products import AdapterSet
     from stages.engines.torch.model.expert_routing import RoutingRecorder
 
 ATTENTION = "asyncdock_two_part"

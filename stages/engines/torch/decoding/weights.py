@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch import nn
 from stages.adapters.options import AdapterOptions
 from stages.engines.checks import Layout, check_weights, layout_of
 from stages.engines.protocols import WeightMismatch
-from stages.engines.torch.decoding.adapters import OWN, AdapterSet, AdapterSets
+from stages.engines.torch.decoding.adapters import OWN, AdapterSets
 from stages.engines.torch.decoding.llama_forward import (
     LlamaForward,
     PackedLinear,
@@ -28,6 +28,9 @@ from stages.engines.torch.decoding.llama_forward import (
     own_places,
 )
 from stages.resharding.tensors import separate
+
+if TYPE_CHECKING:
+    from stages.engines.torch.decoding.adapter_products import AdapterSet
 
 WeightSet = list[tuple[Any, str, torch.Tensor]]  # holder, attribute, its new tensor
 
