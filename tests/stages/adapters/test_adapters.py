@@ -169,15 +169,16 @@ def test_a_decoder_with_the_published_adapters_computes_the_merged_model(
         decoder.weights.check(dict(model_of(kind).named_parameters()))
 
 
-def test_the_base_is_the_reference() -> None:
+@pytest.mark.parametrize("adapters", [LORA, WITH_HEAD], ids=["layers", "head"])
+def test_the_base_is_the_reference(adapters: AdapterOptions) -> None:
     """Scores by the base, with the adapters off, are what a reference with the model of the
     beginning gives."""
     batch = make_batch(seed=4).exclude("ref_logprobs")
     with_column = make_batch(seed=4)
     with_column["ref_logprobs"] = TorchTrainEngine(model_of("qwen3"), **OPTIONS).logprobs(batch)
     by_base = NamedAlgorithm("grpo", algorithm(), {"ref_logprobs": "base"})
-    found = trained()
-    wanted = trained()
+    found = trained(adapters=adapters)
+    wanted = trained(adapters=adapters)
     assert found.train_batch(batch, by_base) == pytest.approx(
         dict(wanted.train_batch(with_column, algorithm())), rel=1e-4
     )
