@@ -268,6 +268,7 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
         ({"cp": 2}, "qwen3", LORA),
         ({"dp": 2}, "qwen3", WITH_HEAD),
         ({"tp": 2}, "qwen3", WITH_HEAD),
+        ({"tp": 2}, "qwen3", AdapterOptions(4, 8.0, ("q_proj", "down_proj"), seed=3)),
     ],
 )
 def test_ranks_train_what_one_process_trains(

@@ -161,7 +161,9 @@ def _blocks(stack: nn.ModuleList, cut: Collection[nn.Module]) -> list[nn.Module]
 def _shares_input(block: nn.Module, columns: Collection[nn.Module]) -> bool:
     """Return whether ``block`` gives its input to modules that are split by columns alone, such as
     queries, keys and values. As one DTensor its gradients from them are summed over the ranks once,
-    not each by itself."""
+    not each by itself. Adapters take no DTensor."""
+    if any(is_adapted(child) for child in block.children()):
+        return False
     linear = [child for child in block.children() if isinstance(child, nn.Linear)]
     among = [child for child in linear if child in columns]
     # the other one computes the block's output
