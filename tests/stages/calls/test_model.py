@@ -158,7 +158,9 @@ def drive(model: TorchCalledModel, seed: int) -> Any:
 
 
 def compare_interleaved(base: TorchBase, other: TorchBase, ranks: Sequence[int]) -> None:
-    options = [ModelOptions(rank=rank, seed=number) for number, rank in enumerate(ranks)]
+    options = [
+        ModelOptions(rank=rank, seed=number, head=number == 1) for number, rank in enumerate(ranks)
+    ]
     alone = []
     for number, each in enumerate(options):
         model = TorchCalledModel(base, each)
