@@ -17,6 +17,8 @@ from stages.calls.sampler import TorchSampler
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.model.load import Tokenizer, model_folder
 
+TOKEN_BUDGET = 4096  # tokens that a pass feeds at once: a client's call may have any number
+
 
 async def open_parts(base: ServedBase, options: Mapping[str, Any]) -> Parts:
     """``options``: ``max_rows`` that decode at once (64), ``whole_models`` of rank 0 that have an
@@ -27,6 +29,7 @@ async def open_parts(base: ServedBase, options: Mapping[str, Any]) -> Parts:
 def _open(base: ServedBase, options: dict[str, Any]) -> Parts:
     max_rows = options.pop("max_rows", 64)
     whole_models = options.pop("whole_models", 1)
+    options.setdefault("token_budget", TOKEN_BUDGET)
     trained = TorchBase.load(base.source, context=base.context, **options)
     engine = partial(
         TorchRolloutEngine,
