@@ -113,7 +113,7 @@ export class ModelPage extends Polled {
       const [value, more] = [element("span", { class: "value" }, "–"), element("span", { class: "more" })];
       return { element: element("div", { class: "tile" }, element("dt", {}, label), element("dd", {}, value, more)), value, more };
     };
-    this.tiles = { steps: tile("Steps"), loss: tile("Loss per token"), tokens: tile("Tokens trained"), staleness: tile("Staleness"), newest: tile("By the newest weights"), waiting: tile("Waiting") };
+    this.tiles = { steps: tile("Steps"), loss: tile("Loss per token"), tokens: tile("Tokens of the loss"), staleness: tile("Staleness"), newest: tile("By the newest weights"), waiting: tile("Waiting") };
     const head = element(
       "header",
       { class: "card run-head" },
@@ -122,7 +122,7 @@ export class ModelPage extends Polled {
       element("dl", { class: "tiles" }, Object.values(this.tiles).map((each) => each.element)),
     );
     this.charts();
-    const grid = element("section", { class: "charts", "aria-label": "Charts" }, this.plots.map(({ chart }) => chart.element));
+    const grid = element("section", { class: "charts", "aria-label": "Charts" }, element("h2", { class: "hidden" }, "Charts"), this.plots.map(({ chart }) => chart.element));
     this.element = element("div", { class: "page" }, head, grid);
   }
 
@@ -148,7 +148,7 @@ export class ModelPage extends Polled {
       plot("Learning rate", [line("learning rate", "learning_rate", 1)], { floor: true }),
       plot("Staleness", [line("max", "staleness_max", 2, { ...thin, stepped: true }), line("mean", "staleness_mean", 1)], { note: "steps, where known", floor: true }),
       plot("Sampled by the newest weights", [line("share of tokens", (step) => per(step.sampled_newest, step.sampled_tokens), 1)], { floor: true }),
-      plot("Queue", [line("calls", "waiting", 1), line("samples of the session", "waiting_samples", 2, thin)], { note: "waiting at the step", floor: true, format: count }),
+      plot("Queue", [line("calls", "waiting", 1), line("samples of the session", "waiting_samples", 2, thin)], { note: "waiting at the step", floor: true }),
       plot("Seconds per step", [line("step", seconds, 1)], { floor: true }),
     ];
   }
@@ -173,7 +173,9 @@ export class ModelPage extends Polled {
     const name = steps.every((step, at) => !at || step.step > steps[at - 1].step) ? "step" : "number";
     const at = steps.map((step) => step[name]);
     for (const { chart, series } of this.plots) {
-      chart.update(at, series.map(({ of }) => steps.map((step, place) => of(step, steps[place - 1]) ?? null)));
+      const columns = series.map(({ of }) => steps.map((step, place) => of(step, steps[place - 1]) ?? null));
+      chart.element.hidden = columns.flat().every((value) => value === null); // nothing is sampled by some programs
+      chart.update(at, columns);
     }
   }
 
@@ -193,7 +195,7 @@ export class ModelPage extends Polled {
     say(loss.value, number(per(last.loss, last.trained_tokens)));
     say(loss.more, `norm ${number(last.grad_norm, 2)}`);
     say(tokens.value, count(last.trained_tokens));
-    say(tokens.more, `of ${count(last.tokens)}, ${count(last.data)} data`);
+    say(tokens.more, `of ${count(last.tokens)} in passes, ${count(last.data)} data`);
     say(staleness.value, number(last.staleness_mean));
     say(staleness.more, last.staleness_max === null ? "" : `max ${count(last.staleness_max)}`);
     say(newest.value, percent(per(last.sampled_newest, last.sampled_tokens)));

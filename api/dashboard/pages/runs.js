@@ -59,7 +59,8 @@ export class Runs {
     this.note.hidden = runs.length > 0;
     say(this.note, runs.length ? "" : filtered ? "No run fits." : "No run yet.");
     say(this.count, runs.length ? `${runs.length}${next ? "+" : ""}` : "");
-    this.count.setAttribute("aria-label", `${runs.length} runs shown`);
+    if (runs.length) this.count.setAttribute("aria-label", `${runs.length} runs shown`);
+    else this.count.removeAttribute("aria-label");
     const items = new Map(runs.map((run) => [run.id, this.item(run)]));
     for (const [id, item] of this.items) if (!items.has(id)) item.element.remove();
     this.items = items;

@@ -491,7 +491,7 @@ async def test_a_journal_is_shortened_with_each_state(tmp_path: Path) -> None:
                 await client.done(await client.step())
             await client.logprobs()
             sizes.append(size_of(folder / "journal"))
-        assert max(sizes) < 1.5 * min(sizes)
+        assert max(sizes) < 8000, "less than half a pass: of the steps some figures stay"
         assert sum(name.startswith("state") for name in os.listdir(folder)) == 1
 
 
