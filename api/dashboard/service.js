@@ -59,7 +59,8 @@ export class Service {
     const asked = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value != null));
     const url = `${path}${asked.size ? `?${asked}` : ""}`;
     const sent = { Accept: "application/json", ...headers };
-    if (this.token) sent.Authorization = `Bearer ${this.token}`;
+    const { token } = this;
+    if (token) sent.Authorization = `Bearer ${token}`;
     if (body !== undefined) sent["Content-Type"] = "application/json";
     let response;
     try {
@@ -80,7 +81,8 @@ export class Service {
     if (Number.isFinite(date)) this.skew = Math.abs(date - Date.now()) < 2000 ? 0 : (date - Date.now()) / 1000;
     if (response.ok) return response;
     const problem = await response.json().catch(() => ({}));
-    if (response.status === 401 && !isSigningIn) this.onUnauthorized();
+    // A late answer says nothing of a token that was given since.
+    if (response.status === 401 && !isSigningIn && token === this.token) this.onUnauthorized();
     throw new Problem(response.status, problem);
   }
 

@@ -579,9 +579,9 @@ def test_a_link_signs_the_browser_in_once_and_for_all_tabs(
 
         # the tab that hears of it first forgets the session, and the others have none then
         second = one_browser.driver.current_window_handle
-        one_browser.driver.switch_to.window(first)
-        one_browser.driver.get("about:blank")
-        one_browser.driver.switch_to.window(second)
+        for tab in (first, second):
+            one_browser.driver.switch_to.window(tab)
+            one_browser.driver.get("about:blank")
         locked.kill()
         locked.start()
         one_browser.open(locked.url)

@@ -126,6 +126,8 @@ async def test_servers_and_engines_that_are_killed_anywhere_change_no_bit(
 ) -> None:
     expected = await undisturbed(tmp_path / "undisturbed")
     assert len([line for line in expected if line.startswith("answer")]) == CALLS
+    (steps,) = (line.split() for line in expected if line.startswith("steps"))
+    assert len(steps) == 1 + CALLS * 3 // 10 - CALLS // 30, "after a load one has no gradients"
     assert await killed(tmp_path / "killed", seed) == expected
 
 
