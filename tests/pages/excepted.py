@@ -27,6 +27,8 @@ COMMANDS = {
     "runs/tiny-1-0": "a run of the measurement above it; tests/test_plain_install.py executes it",
     "asyncdock run tiny --set launch.remote_rollouts": HOST,
     "asyncdock serve --data my-service --index": HOST,
+    "client/bin/python -m tinker_cookbook": "ten minutes, and another environment, from a package "
+    "index; tests/api/tinker/test_cookbook.py executes such recipes",
     "make bounds": "an hour, a package index and 7 GB for each environment",
     "make compose-check": DOCKER,
     "make demo": "ten minutes and a package index; it is `asyncdock run quickstart`",
