@@ -17,6 +17,7 @@ from tests.ports import free_port
 pytest.importorskip("datasets", reason="tinker_cookbook reads its data with datasets")
 
 SECONDS = 300.0
+LOG = "log_path=log"  # in the folder of the recipe
 MODEL = ("model_name=tiny", "renderer_name=role_colon", "lora_rank=8")
 
 
@@ -37,9 +38,7 @@ def folder(server: Server, tmp_path: Path) -> Path:
 
 def run(recipe: str, server: Server, folder: Path, *options: str) -> list[dict[str, float]]:
     """Return the metrics of the recipe's steps when it has ended without an error."""
-    log = f"log_path={folder / 'log'}"
-    arguments = (recipe, server.url, server.key, folder, log, *options)
-    with cookbook.running(*arguments) as process:
+    with cookbook.running(recipe, server.url, server.key, folder, LOG, *options) as process:
         printed, _ = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, printed
     return metrics(folder)
@@ -62,10 +61,10 @@ def arithmetic(steps: int) -> tuple[str, ...]:
 def test_reinforcement_learning_goes_on_after_its_client_was_killed(
     server: Server, folder: Path
 ) -> None:
-    many = (server.url, server.key, folder, f"log_path={folder / 'log'}", *arithmetic(1000))
+    many = arithmetic(1000)
     checkpoints = folder / "log" / "checkpoints.jsonl"
     deadline = time.monotonic() + SECONDS
-    with cookbook.running("math_rl.train", *many) as process:
+    with cookbook.running("math_rl.train", server.url, server.key, folder, LOG, *many) as process:
         while not checkpoints.exists() or len(checkpoints.read_text().splitlines()) < 2:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
