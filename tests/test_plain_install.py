@@ -35,6 +35,7 @@ RUNS = {
 }
 # Extras that the machine's `check` names for a stored recipe; the others are sound.
 LACKING = {
+    "calculator": {"quickstart"},
     "lora": {"lora", "quickstart"},
     "quickstart": {"quickstart"},
     "quickstart-vllm": {"quickstart", "vllm"},
