@@ -18,8 +18,8 @@ length of a turn is drawn from a log-normal distribution. So is the time of a to
     η = 0                turns of a step in lockstep: the batch waits for its slowest turn, each time
     a turn               of a run with one group at a time, an engine and a tool that take no time: from an answer to the
                          next question, which is park, claim, generate, park, claim
-    computed again       tokens of earlier turns whose keys and values were gone when the next turn began: newer
-                         weights had come, or another worker made the turn. The recipe is `guess`, with real engines
+    computed again       tokens of earlier turns that are computed twice. Their keys and values are dropped when new
+                         weights come, and are not there on another worker. The recipe is `guess`, with real engines
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the operations of Tinker's API share: the service of calls, and whose request it is."""
+"""What all operations of Tinker's API use: the service of training calls, and the owner of a request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHARED = web.AppKey("tinker", Shared)
 
 
 def caller(request: web.Request) -> tuple[CallService, str]:
-    """Return the service, and whose request it is: the id of its token."""
+    """Return the service of training calls, and the owner of ``request``: the id of its token."""
     return request.app[SHARED].calls, request[PRINCIPAL].id
 
 

@@ -1,7 +1,7 @@
 """The protobuf messages of Tinker's clients, by name: :data:`MESSAGES`. The numbers are the wire
 contract of its SDKs 0.25 to 0.38.
 
-bytes ──▶ parse ──▶ are there too many fields? ──▶ protobuf ──▶ a message whose nested ones are bytes still
+bytes ──▶ parse ──▶ count the fields, refuse too many ──▶ protobuf ──▶ a message; nested messages are parsed later
 
 The classes are in a descriptor pool of their own: an SDK in the same process has files of the same
 name.

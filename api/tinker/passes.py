@@ -1,6 +1,6 @@
 """A pass over data, from the bytes of ``forward_backward`` to what the service takes, and its answer.
 
-body ──▶ read_head: whose call it is ──▶ read_data: tensors, each checked against its bytes ──▶ Datum
+body ──▶ read_head: model and number ──▶ read_data: sizes of tensors checked ──▶ Datum
                                             └ CallRefused: what the client made wrong, by datum and field
 """
 
@@ -32,7 +32,7 @@ INPUTS = (
 
 
 def read_head(body: bytes) -> Any:
-    """Return the message of a pass, whose data are bytes still. Raises MessageDamaged."""
+    """Return the message of a pass. Its data are not parsed yet. Raises MessageDamaged."""
     return parse("ForwardBackwardRequest", body, most=MOST_DATA + 64)
 
 
@@ -144,7 +144,7 @@ def _refuse(key: str, value: object, wrong: str, fix: str) -> NoReturn:
 
 
 def write_pass(output: PassOutput) -> bytes:
-    """Return the answer to a pass: records of data whose tensors have the same trailing shape."""
+    """Return the answer to a pass. A record has consecutive data with one trailing shape of tensors."""
     answer = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for trailing, group in itertools.groupby(output.logprobs, key=lambda array: array.shape[1:]):
         arrays = [np.ascontiguousarray(array, "<f4") for array in group]

@@ -17,12 +17,10 @@ from pipeline.problems import Problem
 from stages import device as devices
 from stages.adapters.names import adapted_layers, head_name
 from stages.adapters.options import AdapterOptions
-from stages.calls.interface import CallRefused, ModelOptions
+from stages.calls.interface import ALPHA, CallRefused, ModelOptions
 from stages.engines.torch.train import TorchTrainEngine
 from stages.model.files import in_one_dtype
 from stages.model.load import Tokenizer, load_model
-
-ALPHA = 32.0  # of all adapters, whatever their rank is, as in Tinker
 
 
 class TorchBase:

@@ -29,8 +29,8 @@ from pipeline.problems import Problem
 from stages.adapters.export import load_adapter, save_adapter, write_merged
 from stages.adapters.names import peft_config, up_of
 from stages.adapters.options import ADAPTER
-from stages.calls.base import ALPHA, TorchBase, adapter_options
-from stages.calls.interface import CallRefused, ModelOptions
+from stages.calls.base import TorchBase, adapter_options
+from stages.calls.interface import ALPHA, CallRefused, ModelOptions
 from stages.engines.torch.train import TorchTrainEngine
 from stages.model import manifest
 from stages.model.load import load_model

@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.problems import ProblemError
 
 LossOptions = Mapping[str, float | str]
+ALPHA = 32.0  # B·A of an adapter is multiplied by this number / its rank, as in Tinker
 
 
 @dataclass(frozen=True)

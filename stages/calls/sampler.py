@@ -20,6 +20,7 @@ import torch
 
 from pipeline.problems import Problem
 from stages.calls.interface import (
+    ALPHA,
     CallRefused,
     ModelOptions,
     SampledSequence,
@@ -43,8 +44,6 @@ from stages.engines.protocols import (
     WeightMismatch,
 )
 
-ALPHA = 32.0
-"""B·A of an adapter is multiplied by this number / its rank."""
 MOST_TOP = 1024  # alternatives to a token
 MOST_SAMPLES = 1024  # of one request
 Top = tuple[tuple[int, float], ...]

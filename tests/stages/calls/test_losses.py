@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from stages.calls.base import ALPHA
-from stages.calls.interface import AdamOptions, Datum, ModelOptions
+from stages.calls.interface import ALPHA, AdamOptions, Datum, ModelOptions
 from stages.calls.losses import LOSSES, LossTokens
 from stages.calls.model import TorchCalledModel
 from tests.stages.calls.data import assert_near, changed, sampled, supervised, tiny_base

@@ -15,6 +15,7 @@ import torch
 from stages.adapters.names import adapter_shapes
 from stages.adapters.options import AdapterOptions
 from stages.calls.interface import (
+    ALPHA,
     CallRefused,
     ModelOptions,
     SampledSequence,
@@ -22,7 +23,7 @@ from stages.calls.interface import (
     SampleRequest,
     SamplingOptions,
 )
-from stages.calls.sampler import ALPHA, TorchSampler
+from stages.calls.sampler import TorchSampler
 from stages.engines.torch.rollout import MOST_LOGITS, TorchRolloutEngine
 from stages.model.load import tiny_model, tiny_tokenizer
 

@@ -13,8 +13,8 @@ import torch
 from pipeline.data.arena import shared_memory_directory
 from stages.adapters.names import adapter_shapes, down_of, up_of
 from stages.adapters.options import AdapterOptions
-from stages.calls.interface import CallRefused, ModelOptions, SampleRequest, SamplingOptions
-from stages.calls.sampler import ALPHA, TorchSampler
+from stages.calls.interface import ALPHA, CallRefused, ModelOptions, SampleRequest, SamplingOptions
+from stages.calls.sampler import TorchSampler
 from stages.engines.vllm.adapter_sets import AdapterRoom
 from stages.engines.vllm.rollout import VllmMultiAdapterEngine
 from stages.model.load import tiny_tokenizer
