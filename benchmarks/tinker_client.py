@@ -152,6 +152,5 @@ async def times(job: dict[str, Any]) -> None:
         tell(sample=time.perf_counter() - began)
 
 
-if __name__ == "__main__":
-    job = json.load(sys.stdin)
-    asyncio.run({"loop": loop, "flood": flood, "times": times}[job["mode"]](job))
+job = json.load(sys.stdin)
+asyncio.run({"loop": loop, "flood": flood, "times": times}[job["mode"]](job))
