@@ -3,6 +3,7 @@
 save ─▶ FOLDER/partial/… ─▶ fsync ─▶ rename ─▶ FOLDER/MODEL/KIND/NAME/CALL      the last one of a name counts
 
 A checkpoint is its folder: the product's own files and ``call.json``. There is no other list.
+Another process may add one (:mod:`orchestration.checkpoints.offered`).
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Checkpoints:
 
     def get(self, owner: str, path: str) -> Checkpoint:
         """Raises NotThere."""
-        checkpoint = self._by_path.get(path)
+        checkpoint = self._by_path.get(path) or self._added(path)
         expires = None if checkpoint is None else checkpoint.info.expires
         if (
             checkpoint is None
@@ -114,6 +115,17 @@ class Checkpoints:
             or (expires is not None and expires <= time.time())
         ):
             raise NotThere(f"checkpoint {path[:300]!r} is not there")
+        return checkpoint
+
+    def _added(self, path: str) -> Checkpoint | None:
+        """Return the checkpoint of ``path`` that another process has made since the start."""
+        parts = path.removeprefix(SCHEME).split("/")
+        if len(parts) != 3 or not all(map(NAME.fullmatch, parts)) or {".", ".."} & {*parts}:
+            return None
+        documents = self._folder.joinpath(*parts).glob(f"*/{DOCUMENT}")
+        if (document := max(documents, key=_call_number, default=None)) is None:
+            return None
+        checkpoint = self._by_path[path] = _read(document)
         return checkpoint
 
     async def save(
@@ -140,9 +152,9 @@ class Checkpoints:
         async def with_document(partial: Path) -> None:
             nonlocal stored
             await write(partial)
-            sized = replace(info, bytes=_nbytes(partial))
+            sized = replace(info, bytes=folder_bytes(partial))
             stored = replace(checkpoint, folder=target, info=sized)
-            (partial / DOCUMENT).write_text(_document(stored))
+            write_facts(partial, stored)
 
         await write_folder(self._folder / PARTIAL / uuid.uuid4().hex, target, with_document)
         self._by_path[info.path] = stored
@@ -200,8 +212,14 @@ def _call_number(document: Path) -> int:
     return int(document.parent.name)
 
 
-def _nbytes(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files below ``folder``."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def write_facts(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the facts of ``checkpoint`` into its ``folder``."""
+    (folder / DOCUMENT).write_text(_document(checkpoint))
 
 
 def _document(checkpoint: Checkpoint) -> str:

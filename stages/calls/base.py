@@ -94,7 +94,7 @@ def adapter_options(model: PreTrainedModel, options: ModelOptions) -> AdapterOpt
         return None
     layers = [*adapted_layers(model, ())]
     targets = [
-        name for name in layers if (options.attention if _is_attention(name) else options.mlp)
+        name for name in layers if (options.attention if is_attention(name) else options.mlp)
     ]
     if options.head:
         if not (head := head_name(model)):
@@ -112,7 +112,8 @@ def adapter_options(model: PreTrainedModel, options: ModelOptions) -> AdapterOpt
     return AdapterOptions(options.rank, ALPHA, named, options.seed)
 
 
-def _is_attention(layer: str) -> bool:
+def is_attention(layer: str) -> bool:
+    """Return whether the layer of this name is part of the attention."""
     return any("attn" in part or "attention" in part for part in layer.lower().split("."))
 
 

@@ -1,10 +1,12 @@
 """``asyncdock checkpoint``: the checkpoints of a run's folder.
 
-RUN_DIR ──▶ checkpoints/step-*/digests.json ──▶ every file is read and compared
+verify   RUN_DIR ──▶ checkpoints/step-*/digests.json ──▶ every file is read and compared
+offer    RUN_DIR ──▶ the newest checkpoint ──▶ DIR of a server ──▶ its path for Tinker's clients
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +17,7 @@ from api.cli.common.exit_codes import FAILED
 from api.cli.common.options import JsonOption
 from api.cli.common.output import print_json, refuse
 from api.cli.folder.foreign import run_folder
+from api.cli.service.token import token_id
 from api.terminal.screen import write
 
 checkpoint_app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
@@ -47,3 +50,38 @@ def verify(
             write(verification.text)
     if any(verification.damages for verification in verifications):
         raise typer.Exit(FAILED)
+
+
+@checkpoint_app.command()
+def offer(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            callback=run_folder,
+            help="The folder of a run, whose newest checkpoint it is, or of a checkpoint.",
+        ),
+    ],
+    data: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="The folder of `asyncdock tinker`, which may be running."),
+    ],
+    base: Annotated[str, typer.Option(help="The name there of the model that was trained.")],
+    token: Annotated[
+        str, typer.Option(metavar="NAME", help="Whose checkpoint it is. Default: your own key's.")
+    ] = "",
+) -> None:
+    """Let Tinker's clients go on from a checkpoint of a run: prints the path that they give."""
+    from api.cli.service.calls import CALLS
+    from orchestration.checkpoints.checkpoint import CheckpointUnusable
+    from orchestration.checkpoints.offered import offer_checkpoint
+    from pipeline.problems import ProblemError
+
+    owner = token_id(data, token)
+    try:
+        path = asyncio.run(offer_checkpoint(run, data / CALLS, owner, base))
+    except (ProblemError, CheckpointUnusable) as error:
+        refuse(error)
+    except OSError as error:
+        refuse(f"--data: {error}", FAILED)
+    write(path)

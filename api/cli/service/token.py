@@ -153,6 +153,19 @@ def tinker_key(token: str) -> str:
     return f"{TINKER_PREFIX}{token}"
 
 
+def token_id(data: Path, name: str) -> str:
+    """Return the id of the newest valid token of ``name`` of the service in ``data``; "": of its
+    user's own one. Ends the command where there is none."""
+    from api.server.access.tokens import OWN
+
+    tokens = _with_tokens(data, "", lambda tokens: tokens.list())
+    valid = [token for token in tokens if token.name == (name or OWN) and not token.expired]
+    if not valid:
+        names = ", ".join(sorted({token.name for token in tokens})) or "none"
+        refuse(f"--token: {name or OWN!r} has no token in {data}; it has those of: {names}")
+    return max(valid, key=lambda token: token.created).id
+
+
 def _with_tokens(data: Path | None, index: str, work: Callable[[Tokens], Awaitable[T]]) -> T:
     """Return what ``work`` returns with the tokens of the service.
 
