@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -43,6 +44,7 @@ from transformers.core_model_loading import (
 )
 
 from pipeline.problems import Fatal
+from stages.resharding.tensors import local_part
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -118,6 +120,32 @@ class WeightFiles:
             elif name in known and pattern is not None:
                 _, sources = self._converted.setdefault(name, (by_pattern[pattern], {}))
                 sources.setdefault(pattern, []).append(key)
+
+    @torch.no_grad()
+    def place(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        frozen: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Give ``model`` memory on ``device``, see :func:`materialize`, and read the weights.
+
+        ``frozen``: what this process holds of the weights that are not trained, by name. The first
+        model fills it; later ones, sharded as that one, share these tensors, and read nothing."""
+
+        def named() -> Iterator[tuple[str, torch.Tensor]]:
+            tensors = chain(model.named_parameters(), model.named_buffers())
+            return ((plain_name(name), value) for name, value in tensors if not value.requires_grad)
+
+        known = frozen or {}
+        materialize(
+            model, device, {id(value): known[name] for name, value in named() if name in known}
+        )
+        if known:
+            return
+        self.fill(model)
+        if frozen is not None:
+            frozen |= {name: local_part(value.detach()) for name, value in named()}
 
     @torch.no_grad()
     def fill(self, model: PreTrainedModel) -> None:
@@ -220,15 +248,34 @@ def in_one_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
+def materialize(
+    model: nn.Module, device: torch.device, shared: Mapping[int, torch.Tensor] | None = None
+) -> None:
     """Give the tensors of ``model`` on the device ``meta`` memory on ``device``, without values.
 
-    Tied ones stay tied.
+    Tied ones stay tied. ``shared``: of DTensors and buffers, by ``id``, the local tensors that they
+    become.
     """
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        model._apply(
-            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        local = shared.get(id(tensor)) if shared else None
+        if local is None:
+            return torch.empty_like(tensor, device=device)
+        if not isinstance(tensor, DTensor):
+            return local
+        return DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
         )
+
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        model._apply(made)
         return
     values: dict[int, Any] = {}
     for module in model.modules():

@@ -47,7 +47,6 @@ from pipeline.problems import Fatal
 from stages.model.files import (
     WeightFiles,
     in_one_dtype,
-    materialize,
     open_skeleton,
     read_config,
     without_own_code,
@@ -100,8 +99,7 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
             ).eval()
         return in_one_dtype(model, dtype), load_tokenizer(source)
     model, files = opened
-    materialize(model, torch.device("cpu"))
-    files.fill(model)
+    files.place(model, torch.device("cpu"))
     return model, load_tokenizer(source)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -28,6 +28,17 @@ def training_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor, which all ranks gather together: over dp first, as torch warns about a
+    gather over both dimensions, which it does in this order too."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    placements = parameter.placements
+    for dim in range(1, len(placements)):
+        parameter = parameter.redistribute(placements=[*[Replicate()] * dim, *placements[dim:]])
+    return parameter.full_tensor()
 
 
 def live_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -37,7 +37,7 @@ from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.model import layers as torch_layers
 from stages.engines.torch.model.layers import rms_norm
 from stages.engines.torch.parallel import sharded as torch_sharded
-from stages.engines.torch.parallel.sharded import Sharded, whole
+from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
 from stages.model.files import WeightFiles, in_one_dtype
 from stages.model.load import model_skeleton
@@ -45,6 +45,7 @@ from stages.parallel.layout import Layout, RankCoordinates
 from stages.parallel.placement import model_state, place, train_placement
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
+from stages.resharding.tensors import whole
 from tests.allocations import Allocations
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from stages import device as devices
@@ -43,6 +44,7 @@ from stages.engines.torch.model.packing import MasksOf
 from stages.engines.torch.parallel.interface import Parallel
 from stages.engines.torch.parallel.runner import LossOf, Packing
 from stages.engines.torch.step import MiniBatch, TrainingStep
+from stages.model.files import copy_part
 from stages.resharding.tensors import local_part, local_weights, training_state
 
 Result = TypeVar("Result")
@@ -268,16 +270,19 @@ class TorchTrainEngine:
         return self._training.forward_backward(mini_batch, algorithm)
 
     @_repeatable
-    def learn(self, batches: Sequence[Packing], loss_of: LossOf) -> None:
+    def learn(self, batches: Sequence[Packing], passes: int, loss_of: LossOf) -> None:
         """Add the gradients of the losses of micro-batches to those that there are; see
         :meth:`stages.engines.torch.parallel.runner.MicroBatchRunner.learn`."""
-        self.parallel.runner.learn(batches, len(batches), loss_of)
+        self.parallel.runner.learn(batches, passes, loss_of)
 
     @torch.no_grad()
     @_repeatable
-    def score(self, batches: Sequence[Packing]) -> list[Outputs]:
-        """Return the outputs of micro-batches, without a gradient."""
-        return self.parallel.runner.score(batches, len(batches))
+    def score(self, batches: Sequence[Packing], passes: int) -> list[Outputs]:
+        """Return the outputs of micro-batches, without a gradient; of all ``passes``."""
+        try:
+            return self.parallel.runner.score(batches, passes)
+        finally:
+            self.parallel.reshard()  # after a forward alone the model's own parameters stay whole
 
     def set_adam(self, *, grad_clip: float | None, **options: Any) -> None:
         """Set what the next optimizer steps clip gradients to, and ``options`` of
@@ -356,7 +361,7 @@ class TorchTrainEngine:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy ``state``, whose tensors may be this engine's own, into the live tensors.
+        """Copy ``state``, whose tensors may be whole, or this engine's own, into the live tensors.
 
         Raises ValueError when it belongs to another model.
         """
@@ -364,7 +369,11 @@ class TorchTrainEngine:
         _check_names(current, state)
         for part in ("model", "exp_avg", "exp_avg_sq"):
             for name, value in current[part].items():
-                local_part(value).copy_(local_part(state[part][name]))
+                source = state[part][name]
+                if isinstance(value, DTensor) and not isinstance(source, DTensor):
+                    copy_part(value, source)
+                else:
+                    local_part(value).copy_(local_part(source))
         renew(self.parallel.copies, self.trained)
         self.step = state["step"]
         self.version = state["version"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stages.engines.torch.model.optimizer import bound_gradients, master_weights
 from stages.engines.torch.model.packed_model import PackedModel
@@ -40,6 +41,8 @@ class Parallel:
     def __init__(self, coordinates: RankCoordinates = ALONE) -> None:
         self.coordinates = coordinates
         self.copies: dict[str, nn.Parameter] = {}  # by name: the model's, of master weights
+        # by name: the model's, of which the optimizer has this rank's parts; gradients are here
+        self.sharded: dict[str, DTensor] = {}
 
     def start(self, device: torch.device) -> torch.device:
         """Meet the other ranks. Return the device of this rank, for an engine on ``device``."""

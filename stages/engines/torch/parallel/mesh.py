@@ -25,8 +25,8 @@ SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
 
 def join(
     coordinates: RankCoordinates, store: dist.Store, device: torch.device, timeout: float
-) -> None:
-    """Join torch.distributed's default group.
+) -> bytes:
+    """Join torch.distributed's default group. Return a secret of the ranks.
 
     Every rank calls this; it returns when all have. A collective call that a rank does not join
     within ``timeout`` seconds raises on the others. Ranks of several nodes meet in a store that has
@@ -44,7 +44,9 @@ def join(
     )
     if coordinates.rank == 0:
         store.set(SECRET, secrets.token_hex(32))
-    prove(bytes(store.get(SECRET)), device)
+    secret = bytes(store.get(SECRET))
+    prove(secret, device)
+    return secret
 
 
 def _interface(coordinates: RankCoordinates, store: dist.Store) -> str:

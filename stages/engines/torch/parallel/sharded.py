@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from stages import device as devices
@@ -44,14 +44,15 @@ from stages.engines.torch.parallel.collectives import own_slice
 from stages.engines.torch.parallel.context import divide
 from stages.engines.torch.parallel.experts import deal_experts
 from stages.engines.torch.parallel.interface import Parallel
-from stages.engines.torch.parallel.mesh import SECRET, Meshes, join, prove
+from stages.engines.torch.parallel.mesh import Meshes, join, prove
 from stages.engines.torch.parallel.pipeline import Pipeline, keep_own
 from stages.engines.torch.parallel.runner import MicroBatchRunner, Share, install_packed_attention
 from stages.engines.torch.parallel.tensor import cut_matrices
-from stages.model.files import WeightFiles, materialize
+from stages.model.files import WeightFiles
 from stages.model.load import checkpoint_tensors, write_checkpoint
 from stages.parallel.layout import Layout, RankCoordinates
 from stages.parallel.options import fits_ulysses
+from stages.resharding.tensors import whole
 
 # Bytes of one safetensors file, which rank 0 holds in memory while it is written.
 FILE_BYTES = 4 * 2**30
@@ -82,30 +83,42 @@ class Sharded(Parallel):
     ) -> None:
         super().__init__(coordinates)
         self.token_ranks = coordinates.layout.cp
+        self.meshes: Meshes = None  # type: ignore[assignment]  # made by start
         self._weights = weights
+        self._frozen: dict[str, torch.Tensor] | None = None
         self._store = store
         self._timeout = timeout
-        self._secret = b""
+
+    def beside(
+        self, weights: WeightFiles | None, frozen: dict[str, torch.Tensor] | None = None
+    ) -> Sharded:
+        """Return what shares the work of another engine among the same ranks, by the process groups
+        of this one, which was started, and closes last. ``frozen``: see
+        :meth:`stages.model.files.WeightFiles.place`."""
+        other = Sharded(self.coordinates, weights=weights)
+        other.meshes = self.meshes
+        other._frozen = frozen
+        return other
 
     def start(self, device: torch.device) -> torch.device:
         device = devices.of_rank(device, self.coordinates.rank)
+        if self.meshes is not None:
+            return device
+        secret = b""
         if self._store is not None:
-            join(self.coordinates, self._store, device, self._timeout)
-            self._secret = bytes(self._store.get(SECRET))
+            secret = join(self.coordinates, self._store, device, self._timeout)
+        self.meshes = Meshes(self.coordinates.layout, device.type, partial(prove, secret, device))
+        self.checkpoint_group = dist.new_group(backend="gloo")
+        prove(secret, torch.device("cpu"), self.checkpoint_group)
         return device
 
     def place(self, packed_model: PackedModel, compute: torch.dtype) -> dict[str, nn.Parameter]:
         coordinates = self.coordinates
-        layout = self.coordinates.layout
-        _check(packed_model, layout)
+        _check(packed_model, coordinates.layout)
         self.packed_model = packed_model
         self._device = packed_model.device
         model = packed_model.model
         adapters = packed_model.adapters
-        kind = self._device.type
-        self.meshes = Meshes(layout, kind, partial(prove, self._secret, self._device))
-        self.checkpoint_group = dist.new_group(backend="gloo")
-        prove(self._secret, torch.device("cpu"), self.checkpoint_group)
         master = getattr(torch, adapters.dtype) if adapters else packed_model.dtype
         packed_model.dtype = compute
         # On rank 0: what exports add adapters to, where no file has it.
@@ -126,8 +139,7 @@ class Sharded(Parallel):
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
         self._shard_layers(model, policy, [stage.layers for stage in stages])
         if self._weights is not None:
-            materialize(model, self._device)
-            self._weights.fill(model)
+            self._weights.place(model, self._device, self._frozen)
             if adapters is not None:
                 fill_adapters(model, adapters)
         # FSDP gathers parameters around forward.
@@ -139,7 +151,7 @@ class Sharded(Parallel):
         install_packed_attention(packed_model, self.runner)
         self.reshard()
         self._tied = self._tied_across_stages()
-        self.sharded: dict[str, DTensor] = packed_model.trained()  # type: ignore[assignment]
+        self.sharded = packed_model.trained()  # type: ignore[assignment]
         return {n: nn.Parameter(p.to_local().detach()) for n, p in self.sharded.items()}
 
     def _shard_layers(
@@ -398,14 +410,3 @@ def _shard(
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor, gathered over dp first: torch warns about a gather over both
-    dimensions, which it does in this order too."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    placements = parameter.placements
-    for dim in range(1, len(placements)):
-        parameter = parameter.redistribute(placements=[*[Replicate()] * dim, *placements[dim:]])
-    return parameter.full_tensor()
