@@ -3,24 +3,30 @@
 TorchBase: the frozen tensors, once ─▶ engine(rank 8): a structure of its own over these tensors,
                                    │                   adapters, AdamW
                                    └▶ engine(rank 0): a copy that is trained whole
+
+Of several ranks each has a TorchBase, and shards of the tensors.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
 from pipeline.problems import Problem
 from stages import device as devices
+from stages.adapters.export import base_weights
 from stages.adapters.names import adapted_layers, head_name
 from stages.adapters.options import AdapterOptions
 from stages.calls.interface import ALPHA, CallRefused, ModelOptions
 from stages.engines.torch.train import TorchTrainEngine
-from stages.model.files import in_one_dtype
-from stages.model.load import Tokenizer, load_model
+from stages.model.files import WeightFiles, in_one_dtype
+from stages.model.load import Tokenizer, load_model, load_tokenizer, model_skeleton
+
+if TYPE_CHECKING:
+    from stages.engines.torch.parallel.sharded import Sharded
 
 
 class TorchBase:
@@ -31,6 +37,10 @@ class TorchBase:
     sequence; None: as the model's config says. ``vocabulary``: only so many of the first tokens
     have a probability. ``threads``: torch's number of CPU threads. ``options``: further ones of
     :class:`~stages.engines.torch.train.TorchTrainEngine`.
+
+    ``ranks``: how ranks share the work, each with the same base; they make all calls of models
+    together. ``files``: what each then reads its shards from; ``model`` has no weights. Without,
+    each has the whole model on the CPU, and shards for each model in training.
     """
 
     def __init__(
@@ -38,6 +48,8 @@ class TorchBase:
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         *,
+        ranks: Sharded | None = None,
+        files: WeightFiles | None = None,
         device: torch.device | str | None = None,
         token_budget: int | None = None,
         context: int | None = None,
@@ -53,7 +65,13 @@ class TorchBase:
         self.vocabulary = vocabulary or int(config.vocab_size)
         self.dtype = model.dtype
         self.model = model.requires_grad_(False)
-        torch.nn.Module.to(model, self.device)
+        self._ranks = ranks
+        self._files = files
+        self._frozen: dict[str, torch.Tensor] = {}  # what this rank holds of them
+        if ranks is None:
+            torch.nn.Module.to(model, self.device)
+        else:
+            self.device = ranks.start(self.device)
         self._options = options | {
             "device": self.device,
             "threads": threads,
@@ -67,22 +85,46 @@ class TorchBase:
 
     @classmethod
     def load(
-        cls, source: str, *, dtype: str = "float32", seed: int = 0, **options: Any
+        cls,
+        source: str,
+        *,
+        dtype: str = "float32",
+        seed: int = 0,
+        ranks: Sharded | None = None,
+        **options: Any,
     ) -> TorchBase:
         """Load the model ``source``; see :func:`stages.model.load.load_model`. ``options``: the
         constructor's."""
-        model, tokenizer = load_model(source, dtype=getattr(torch, dtype), seed=seed)
-        return cls(model, tokenizer, **options)
+        torch_dtype = getattr(torch, dtype)
+        if ranks is not None and (opened := model_skeleton(source, dtype=torch_dtype)):
+            model, files = opened
+            return cls(model, load_tokenizer(source), ranks=ranks, files=files, **options)
+        model, tokenizer = load_model(source, dtype=torch_dtype, seed=seed)
+        return cls(model, tokenizer, ranks=ranks, **options)
+
+    @property
+    def weights(self) -> WeightFiles | dict[str, torch.Tensor]:
+        """The weights by name, or the files that they are read from."""
+        return self._files or base_weights(self.model)
+
+    def whole_model(self) -> PreTrainedModel:
+        """Return a copy of the model with all its weights."""
+        model = copy.deepcopy(self.model)
+        if self._files is not None:
+            self._files.place(model, torch.device("cpu"))
+        return model
 
     def engine(self, options: ModelOptions) -> TorchTrainEngine:
         """Make the engine that trains a model with ``options``. Raises CallRefused."""
         adapters = adapter_options(self.model, options)
         if adapters is None:
             whole = in_one_dtype(copy.deepcopy(self.model), torch.float32).requires_grad_(True)
-            return TorchTrainEngine(whole, **self._options)
+            parallel = self._ranks and self._ranks.beside(self._files)
+            return TorchTrainEngine(whole, parallel=parallel, **self._options)
         shared: dict[int, Any] = {id(tensor): tensor for tensor in self.model.parameters()}
         structure = copy.deepcopy(self.model, shared)
-        return TorchTrainEngine(structure, adapters=adapters, **self._options)
+        parallel = self._ranks and self._ranks.beside(self._files, self._frozen)
+        return TorchTrainEngine(structure, adapters=adapters, parallel=parallel, **self._options)
 
 
 def adapter_options(model: PreTrainedModel, options: ModelOptions) -> AdapterOptions | None:

@@ -35,6 +35,7 @@ from stages.engines.torch.train import TorchTrainEngine
 from stages.model import manifest
 from stages.model.load import load_model
 from stages.model.manifest import STATE, FilesDamaged
+from stages.resharding.tensors import whole
 
 MODEL = "model"
 TRAIN = "train"
@@ -54,24 +55,34 @@ def save(
     merged: bool,
 ) -> None:
     """Write the model of ``engine`` as ``folder``, in place of what it has. ``merged``: with the
-    Hugging Face model, which takes as much room as the base."""
+    Hugging Face model, which takes as much room as the base. All ranks call this, and the first one
+    writes, when all others have done their part."""
+    state = _whole_state(engine, optimizer=optimizer)
+    if engine.parallel.coordinates.rank:
+        return
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TRAIN).mkdir(parents=True)
-    state = engine.state_dict()
-    save_file(_saved(state["model"]), partial / TRAIN / WEIGHTS)
+    save_file(state["model"], partial / TRAIN / WEIGHTS)
     if optimizer:
         moments = {f"{part}.{name}": value for part in PARTS for name, value in state[part].items()}
-        save_file(_saved(moments), partial / TRAIN / MOMENTS)
+        save_file(moments, partial / TRAIN / MOMENTS)
     adapters = adapter_options(base.model, options)
     if adapters is not None:
         save_adapter(partial / ADAPTER, peft_config(base.model, adapters), state["model"])
     if merged:
         if adapters is None:
-            engine.save_pretrained(partial / MODEL)
+            engine.save_pretrained(partial / MODEL, state)
         else:
             matrices = {name: value.to(base.dtype) for name, value in state["model"].items()}
-            write_merged(partial / MODEL, engine.model, matrices, adapters.scale)
+            write_merged(
+                partial / MODEL,
+                engine.model,
+                matrices,
+                adapters.scale,
+                base=base.weights,
+                kind=engine.packed_model.kind,
+            )
         base.tokenizer.save_pretrained(partial / MODEL)
     document = {"version": engine.step, "counters": {}, "remake": [], "options": asdict(options)}
     (partial / STATE).write_text(json.dumps(document, indent=1))
@@ -85,7 +96,23 @@ def save(
 
 def load(folder: Path, engine: TorchTrainEngine, options: ModelOptions, *, optimizer: bool) -> None:
     """Load ``folder`` into ``engine``, whose model has ``options``; gradients are forgotten. Raises
-    CallRefused, and changes nothing then."""
+    CallRefused, on all ranks, and changes nothing then."""
+    refusal: CallRefused | None = None
+    state: dict[str, Any] = {}
+    try:
+        state = _read(folder, engine, options, optimizer=optimizer)
+    except CallRefused as error:
+        refusal = error
+    if not engine.parallel.all_true(refusal is None):
+        raise refusal or _refused(folder, "cannot be read by another rank", "load another one")
+    engine.load_state_dict(state)
+    engine.forget_gradients()
+
+
+def _read(
+    folder: Path, engine: TorchTrainEngine, options: ModelOptions, *, optimizer: bool
+) -> dict[str, Any]:
+    """Return what ``engine`` loads of ``folder``. Raises CallRefused."""
     current = engine.state_dict()
     zeros = {name: torch.zeros_like(value) for name, value in current[PARTS[0]].items()}
     state: dict[str, Any] = {**current, **dict.fromkeys(PARTS, zeros), "step": 0}
@@ -107,8 +134,7 @@ def load(folder: Path, engine: TorchTrainEngine, options: ModelOptions, *, optim
         if isinstance(error, CallRefused):
             raise
         raise _refused(folder, f"cannot be read ({error})", "load another checkpoint") from error
-    engine.load_state_dict(state)
-    engine.forget_gradients()
+    return state
 
 
 def stored_options(folder: Path) -> ModelOptions:
@@ -131,8 +157,8 @@ def _weights(folder: Path, options: ModelOptions) -> dict[str, torch.Tensor]:
     if options.rank or adapter == folder:
         fix = "give the folder of an adapter, or create the model with rank 0"
         raise _refused(folder, f"has no adapter of rank {options.rank}", fix)
-    whole = folder / MODEL if (folder / MODEL).is_dir() else folder
-    return dict(load_model(str(whole), dtype=torch.float32, seed=0)[0].state_dict())
+    model = folder / MODEL if (folder / MODEL).is_dir() else folder
+    return dict(load_model(str(model), dtype=torch.float32, seed=0)[0].state_dict())
 
 
 def _adapter_weights(folder: Path, options: ModelOptions) -> dict[str, torch.Tensor]:
@@ -184,8 +210,17 @@ def _refuse_untied(
             raise _refused(folder, wrong, "load an adapter, or serve this model as a base")
 
 
-def _saved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+def _whole_state(engine: TorchTrainEngine, *, optimizer: bool) -> dict[str, Any]:
+    """Return the engine's state, whole and on the CPU, on the first rank."""
+    state = engine.state_dict()
+    whole_state: dict[str, Any] = {}
+    for part in ("model", *(PARTS if optimizer else ())):
+        whole_state[part] = {}
+        for name, sharded in state[part].items():
+            value = whole(sharded.detach())
+            if engine.parallel.coordinates.rank == 0:
+                whole_state[part][name] = value.cpu().contiguous()
+    return whole_state
 
 
 def _sync(path: Path) -> None:

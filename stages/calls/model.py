@@ -3,11 +3,15 @@
 forward_backward   check ─▶ set earlier gradients aside ─▶ for each micro-batch: pack ─▶ model
                      ─▶ logprobs ─▶ loss, a sum ─▶ backward ─▶ all finite? ─▶ add the earlier
 optimizer_step     check ─▶ clip ─▶ finite? ─▶ AdamW
+
+Of several ranks each makes all calls; a replica computes its share of the data. What one rank alone
+can see, a loss that is not finite, is said on all of them after the last pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,7 @@ from stages.calls.losses import Loss, LossTokens
 from stages.calls.packing import MicroBatch, pack_data, plan
 from stages.engines.torch.model.optimizer import all_finite
 from stages.engines.torch.train import TorchTrainEngine
+from stages.resharding.tensors import empty, local_part
 
 # by what follows the colon in a metric's name
 JOINED: Mapping[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
@@ -59,12 +64,13 @@ class TorchCalledModel:
     ) -> PassOutput:
         """See :class:`stages.calls.interface.CalledModel`."""
         running = self._pass(data, loss, options)
-        trained = self._engine.trained.values()
+        trained = self._learning()
         earlier = [parameter.grad for parameter in trained]
         self._engine.forget_gradients()
         try:
             output = running.forward_backward()
-            if not all_finite(p.grad for p in trained if p.grad is not None):
+            gradients = [local_part(p.grad) for p in trained if p.grad is not None]
+            if not self._engine.parallel.all_true(all_finite(gradients)):
                 raise FloatingPointError(
                     f"{loss}: a gradient is not finite, so that none of the call's was added; look "
                     f"for extreme weights, advantages or logprobs in the data"
@@ -83,7 +89,7 @@ class TorchCalledModel:
     def optimizer_step(self, options: AdamOptions) -> dict[str, float]:
         """See :class:`stages.calls.interface.CalledModel`."""
         checked_adam(options)
-        if all(parameter.grad is None for parameter in self._engine.trained.values()):
+        if all(parameter.grad is None for parameter in self._learning()):
             wrong = "has no gradients to step with"
             fix = "call forward_backward before each optim_step"
             raise CallRefused(Problem("optim_step", None, wrong, fix))
@@ -118,9 +124,16 @@ class TorchCalledModel:
 
     def close(self) -> None:
         """Release its memory. May be called again."""
-        self._engine.close()
-        for parameter in (*self._engine.trained.values(), *self._engine.parallel.copies.values()):
+        engine = self._engine
+        engine.close()
+        empty(local_part(parameter.detach()) for parameter in self._learning())
+        for parameter in (*engine.trained.values(), *engine.parallel.copies.values()):
             parameter.data = parameter.data.new_empty(0)
+
+    def _learning(self) -> Collection[torch.nn.Parameter]:
+        """Return the parameters that have the gradients."""
+        learning: Mapping[str, Any] = self._engine.parallel.sharded or self._engine.trained
+        return learning.values()
 
     def _pass(self, data: Sequence[Datum], name: str, options: LossOptions) -> _Pass:
         """Check a call. Raises CallRefused."""
@@ -146,45 +159,48 @@ class _Pass:
         self._columns = columns
         self._loss = loss
         self._options = options
-        self._plan, fed = plan([datum.tokens for datum in columns], token_budget)
+        ranks = engine.parallel.coordinates
+        tokens = [datum.tokens for datum in columns]
+        self._plans, self._fed = plan(tokens, token_budget, ranks.layout.replicas)
+        self._plan = self._plans[ranks.replica]
+        self._passes = max(map(len, self._plans))
         self._packings = [partial(pack_data, each, columns, engine.device) for each in self._plan]
-        self._logprobs: dict[int, np.ndarray] = {}
-        self._measured: dict[str, list[float]] = {"fed_tokens:sum": [float(fed)]}
+        # of this replica's micro-batches
+        self._logprobs: list[torch.Tensor] = []
+        self._measured: list[dict[str, float]] = []
+        self._not_finite: list[tuple[float, float, float]] = []  # datum, target, loss
 
     def forward(self) -> PassOutput:
-        """Compute the loss, without gradients."""
-        for number, outputs in enumerate(self._engine.score(self._packings)):
+        """Compute the loss, without gradients. Raises FloatingPointError."""
+        for number, outputs in enumerate(self._engine.score(self._packings, self._passes)):
             self._loss_of(number, *outputs)
         return self._output()
 
     def forward_backward(self) -> PassOutput:
         """Add the gradients of the loss. Raises FloatingPointError."""
-        self._engine.learn(self._packings, self._loss_of)
+        self._engine.learn(self._packings, self._passes, self._loss_of)
         return self._output()
 
     def _loss_of(self, number: int, logprobs: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the micro-batch ``number``. Raises FloatingPointError."""
+        """Return the loss of the micro-batch ``number``."""
+        if number >= len(self._plan):
+            return logprobs.sum() * 0
         micro_batch = self._plan[number]
         tokens = self._tokens(micro_batch, logprobs)
         per_token = self._loss.per_token(tokens)
         values = per_token.detach().cpu().numpy().astype(np.float64)
-        host_logprobs = logprobs.detach().cpu().numpy()
+        self._logprobs.append(logprobs.detach().cpu())
         at = 0
         for datum in micro_batch.data:
-            targets = self._columns[datum].targets
-            of_datum = slice(at, at + targets.size)
-            at += targets.size
-            self._logprobs[datum] = host_logprobs[of_datum].reshape(targets.shape)
-            wrong = np.flatnonzero(~np.isfinite(values[of_datum]))
+            size = self._columns[datum].targets.size
+            of_datum = values[at : at + size]
+            at += size
+            wrong = np.flatnonzero(~np.isfinite(of_datum))
             if len(wrong):
-                raise FloatingPointError(
-                    f"data.{datum}: its {self._loss.name} loss is {values[of_datum][wrong[0]]} at "
-                    f"target {wrong[0]}, so that no gradient of the call was added; look for "
-                    f"logprobs far from the model's, or too large a step before"
-                )
-        measured = {"loss:sum": values.sum(), **self._loss.metrics(tokens)}
-        for name, value in measured.items():
-            self._measured.setdefault(name, []).append(float(value))
+                self._not_finite.append((datum, wrong[0], of_datum[wrong[0]]))
+        if not self._not_finite:
+            measured = {"loss:sum": values.sum(), **self._loss.metrics(tokens)}
+            self._measured.append({name: float(value) for name, value in measured.items()})
         return per_token.sum()
 
     def _tokens(self, micro_batch: MicroBatch, logprobs: torch.Tensor) -> LossTokens:
@@ -204,8 +220,33 @@ class _Pass:
         )
 
     def _output(self) -> PassOutput:
+        """Join what the replicas have. Raises FloatingPointError, on all ranks."""
+        parallel = self._engine.parallel
+        # [n, 3]: in the order of the replicas, as all of these
+        not_finite = torch.tensor(self._not_finite, dtype=torch.float64).view(-1, 3)
+        wrong = parallel.all_gather_rows(not_finite).tolist()
+        if wrong:
+            datum, target, value = min(wrong)
+            raise FloatingPointError(
+                f"data.{int(datum)}: its {self._loss.name} loss is {value} at target "
+                f"{int(target)}, so that no gradient of the call was added; look for logprobs far "
+                f"from the model's, or too large a step before"
+            )
+        local = [torch.empty(0), *self._logprobs]
+        logprobs = parallel.all_gather_rows(torch.cat(local)[:, None]).numpy()
+        rows: list[Any] = [None] * len(self._columns)
+        at = 0
+        for micro_batch in itertools.chain.from_iterable(self._plans):
+            for datum in micro_batch.data:
+                targets = self._columns[datum].targets
+                rows[datum] = logprobs[at : at + targets.size].reshape(targets.shape)
+                at += targets.size
+        flat = [value for measured in self._measured for value in measured.values()]
+        columns = torch.tensor(flat, dtype=torch.float64)[:, None]
+        values = parallel.all_gather_rows(columns).view(sum(map(len, self._plans)), -1)
+        names = self._measured[0] if self._measured else ()  # the first replica has some
         metrics = {
-            name: float(JOINED[name.partition(":")[2]](values))
-            for name, values in self._measured.items()
+            name: float(JOINED[name.partition(":")[2]](column.tolist()))
+            for name, column in zip(names, values.T, strict=False)
         }
-        return PassOutput([self._logprobs[at] for at in range(len(self._columns))], metrics)
+        return PassOutput(rows, {"fed_tokens:sum": float(self._fed), **metrics})

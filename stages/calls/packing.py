@@ -1,6 +1,7 @@
 """Data packed into micro-batches: what several begin with is computed once.
 
-    tokens of data ─▶ shared_beginnings ─▶ plan_micro_batches: within the token budget
+    tokens of data ─▶ shared_beginnings ─▶ deal: to the replicas
+                                       ─▶ plan_micro_batches: within the token budget
                                        ─▶ pack: [ beginning | rest of A | rest of B | … ]
 
 Every token that is fed predicts targets of its own, which need not be the tokens that follow.
@@ -8,14 +9,14 @@ Every token that is fed predicts targets of its own, which need not be the token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from stages.calls.checks import DatumColumns
-from stages.engines.plans import GroupShape, plan_micro_batches
+from stages.engines.plans import GroupShape, Piece, deal, plan_micro_batches
 from stages.engines.torch.model.packing import PackedBatch, pack
 
 
@@ -60,31 +61,41 @@ def shared_beginnings(tokens: Sequence[np.ndarray]) -> list[Beginning]:
     return groups
 
 
-def plan(tokens: Sequence[np.ndarray], token_budget: int | None) -> tuple[list[MicroBatch], int]:
-    """Return micro-batches of at most ``token_budget`` fed tokens, or of one datum; and the number
-    of fed tokens. None: no limit."""
+def plan(
+    tokens: Sequence[np.ndarray], token_budget: int | None, replicas: int = 1
+) -> tuple[list[list[MicroBatch]], int]:
+    """Return the micro-batches of each replica, of at most ``token_budget`` fed tokens (None: no
+    limit) or of one datum; and the number of fed tokens. The first replica has one at least. A
+    beginning is computed by several replicas only where they would have too uneven shares."""
     groups = shared_beginnings(tokens)
-    shapes = [
-        GroupShape(
-            group.length, tuple(len(tokens[number]) - group.length + 1 for number in group.data)
+    shapes = [_shape(group, tokens) for group in groups]
+    shares = [_data_of(share, groups) for share in deal(shapes, min(replicas, len(tokens)))]
+    fed = sum(
+        _shape(piece, tokens).tokens(range(len(piece.data))) for share in shares for piece in share
+    )
+    shares += [()] * (replicas - len(shares))
+    return [_micro_batches(share, tokens, token_budget) for share in shares], fed
+
+
+def _shape(group: Beginning, tokens: Sequence[np.ndarray]) -> GroupShape:
+    rests = (len(tokens[number]) - group.length for number in group.data)
+    return GroupShape(group.length, tuple(rest + 1 for rest in rests))
+
+
+def _micro_batches(
+    groups: Sequence[Beginning], tokens: Sequence[np.ndarray], token_budget: int | None
+) -> list[MicroBatch]:
+    planned = plan_micro_batches([_shape(group, tokens) for group in groups], token_budget)
+    return [MicroBatch(_data_of(pieces, groups)) for pieces in planned]
+
+
+def _data_of(pieces: Iterable[Piece], groups: Sequence[Beginning]) -> tuple[Beginning, ...]:
+    return tuple(
+        Beginning(
+            groups[piece.group].length, tuple(groups[piece.group].data[row] for row in piece.rows)
         )
-        for group in groups
-    ]
-    planned = plan_micro_batches(shapes, token_budget)
-    fed = sum(shapes[piece.group].tokens(piece.rows) for pieces in planned for piece in pieces)
-    micro_batches = [
-        MicroBatch(
-            tuple(
-                Beginning(
-                    groups[piece.group].length,
-                    tuple(groups[piece.group].data[row] for row in piece.rows),
-                )
-                for piece in pieces
-            )
-        )
-        for pieces in planned
-    ]
-    return micro_batches, fed
+        for piece in pieces
+    )
 
 
 def pack_data(

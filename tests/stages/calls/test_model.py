@@ -82,7 +82,7 @@ def test_micro_batches_of_any_size_give_the_same(budget: int | None) -> None:
     for got, logprobs in zip(output.logprobs, wanted, strict=True):
         assert np.allclose(got, logprobs, atol=1e-6)
     largest = max(len(datum.tokens) for datum in data)
-    planned, _ = plan([datum.tokens for datum in data], budget)
+    [planned], _ = plan([datum.tokens for datum in data], budget)
     for micro_batch in planned:
         tokens = [data[number].tokens for number in micro_batch.data]
         assert plan(tokens, None)[1] <= max(budget or 10**6, largest)
