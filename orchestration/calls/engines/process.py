@@ -3,7 +3,8 @@
 standard input, a socket ─▶ message ─┬▶ the thread of training ─▶ CalledModel
                                      └▶ asyncio ───────────────▶ Sampler      ─▶ the answer, by its number
 
-It knows neither clients nor journals, and ends when its socket does.
+It knows neither clients nor journals, and ends when its socket does. Where training is sharded it is
+the first rank, and the others make its operations too (ranks.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import structlog
 
@@ -33,7 +34,7 @@ from orchestration.calls.engines.encoding import (
 )
 from orchestration.calls.engines.parts import Opening, Parts
 from orchestration.streams import open_outputs
-from stages.calls.interface import CalledModel, CallRefused, ModelOptions, ServedBase
+from stages.calls.interface import CalledModel, CallRefused, ModelOptions, Sampler, ServedBase
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class _Engine:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._sampler = cast(Sampler, parts.sampler)  # ranks without one get no samples
         self._models: dict[str, CalledModel] = {}
         self._names = {""}  # that the sampler has weights of, and the base model's
         self._thread = ThreadPoolExecutor(1, "training")
@@ -58,13 +60,15 @@ class _Engine:
     async def answer(self, head: dict[str, Any], blob: bytes) -> Message:
         """Return the answer to a message: what it asks for, or the error."""
         operation = getattr(self, f"do_{head['operation']}")
+        ranks = self._parts.ranks
         answer: dict[str, Any]
         answer_blob = b""
         try:
             if inspect.iscoroutinefunction(operation):
                 answer, answer_blob = await operation(head, blob)
             else:
-                answer, answer_blob = await self._in_thread(partial(operation, head, blob))
+                in_thread = partial(operation, head, blob)
+                answer, answer_blob = await self._in_thread(in_thread, head, blob)
         except Absent:
             answer = {"error": "absent"}
         except CallRefused as error:
@@ -74,9 +78,21 @@ class _Engine:
         except Exception as error:
             log.exception("an operation has failed", operation=head["operation"])
             answer = {"error": "failed", "message": f"{type(error).__name__}: {error}"}
+            # the first rank alone writes files, when the others are done
+            is_alone = head["operation"] == "save" and isinstance(error, OSError)
+            if ranks is not None and not is_alone:
+                ranks.end(answer["message"])
+        if ranks is not None and answer.get("error") != "failed":
+            await ranks.agree(head["number"], answer.get("error", ""))
         return {"number": head["number"], **answer}, answer_blob
 
-    async def _in_thread(self, function: Callable[[], T]) -> T:
+    async def _in_thread(
+        self, function: Callable[[], T], head: dict[str, Any], blob: bytes = b""
+    ) -> T:
+        """Call ``function`` in the thread of training; other ranks make the operation of the
+        message."""
+        if self._parts.ranks is not None:
+            self._parts.ranks.send(head, blob)
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def _model(self, head: dict[str, Any]) -> CalledModel:
@@ -122,9 +138,7 @@ class _Engine:
 
     def do_save(self, head: dict[str, Any], _: bytes) -> Message:
         model = self._model(head)
-        folder = Path(head["folder"])
-        folder.mkdir(parents=True)
-        model.save(folder, optimizer=head["optimizer"], merged=head["merged"])
+        model.save(Path(head["folder"]), optimizer=head["optimizer"], merged=head["merged"])
         return {"step": model.step}, b""
 
     def do_close(self, head: dict[str, Any], _: bytes) -> Message:
@@ -135,9 +149,16 @@ class _Engine:
 
     async def do_put(self, head: dict[str, Any], _: bytes) -> Message:
         options = ModelOptions(**head["options"])
-        weights = await self._in_thread(lambda: self._weights(head, options))
-        await self._parts.sampler.put(head["name"], options, weights, head["step"])
+        weights = await self._in_thread(
+            lambda: self._weights(head, options), {**head, "operation": "weights"}
+        )
+        await self._sampler.put(head["name"], options, weights, head["step"])
         self._names.add(head["name"])
+        return {}, b""
+
+    def do_weights(self, head: dict[str, Any], _: bytes) -> Message:
+        """Have a part in what the first rank puts."""
+        self._weights(head, ModelOptions(**head["options"]))
         return {}, b""
 
     def _weights(self, head: dict[str, Any], options: ModelOptions) -> Mapping[str, Any]:
@@ -154,13 +175,13 @@ class _Engine:
     async def do_remove(self, head: dict[str, Any], _: bytes) -> Message:
         if head["name"] in self._names:
             self._names.remove(head["name"])
-            await self._parts.sampler.remove(head["name"])
+            await self._sampler.remove(head["name"])
         return {}, b""
 
     async def do_sample(self, head: dict[str, Any], blob: bytes) -> Message:
         if head["name"] not in self._names:
             raise Absent
-        output = await self._parts.sampler.sample(head["name"], unpack_request(blob), head["seed"])
+        output = await self._sampler.sample(head["name"], unpack_request(blob), head["seed"])
         versions = [each.versions for each in output.sequences]
         return {"versions": versions}, pack_output(output)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from torch.distributed import Store
+
 from orchestration.calls.engines.parts import Parts
+from orchestration.calls.engines.ranks import Ranks, joined_store
 from orchestration.recipe.model_files import PLAIN_MODELS, end_tokens
 from stages.calls.base import TorchBase
 from stages.calls.interface import ServedBase
@@ -16,21 +18,79 @@ from stages.calls.model import TorchCalledModel
 from stages.calls.sampler import TorchSampler
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.model.load import Tokenizer, model_folder
+from stages.parallel.layout import Layout
 
+COLLECTIVE_SECONDS = 300.0
 TOKEN_BUDGET = 4096  # tokens that a pass feeds at once: a client's call may have any number
 
 
 async def open_parts(base: ServedBase, options: Mapping[str, Any]) -> Parts:
     """``options``: ``max_rows`` that decode at once (64), ``whole_models`` of rank 0 that have an
-    engine for sampling at a time (1), and those of :meth:`TorchBase.load`."""
-    return await asyncio.to_thread(_open, base, dict(options))
-
-
-def _open(base: ServedBase, options: dict[str, Any]) -> Parts:
+    engine for sampling at a time (1), those of :func:`load_base`, and of :func:`start_ranks`."""
+    options = dict(options)
     max_rows = options.pop("max_rows", 64)
     whole_models = options.pop("whole_models", 1)
-    options.setdefault("token_budget", TOKEN_BUDGET)
-    trained = TorchBase.load(base.source, context=base.context, **options)
+    ranks = await start_ranks(base, options)
+    return await asyncio.to_thread(_open, base, options, ranks, max_rows, whole_models)
+
+
+async def start_ranks(base: ServedBase, options: Mapping[str, Any]) -> Ranks | None:
+    """Start the other ranks of training; None where there are none. ``options``: ``data_parallel``
+    replicas (1), each of ``tensor_parallel`` ranks (1), which wait for one another for at most
+    ``collective_seconds`` (300); and those of :func:`load_base`."""
+    world = _layout(options).world
+    if world == 1:
+        return None
+    ranks = Ranks(world, float(options.get("collective_seconds", COLLECTIVE_SECONDS)))
+    await ranks.start("orchestration.calls.engines.torch_parts:open_rank", base, options)
+    return ranks
+
+
+async def open_rank(base: ServedBase, options: Mapping[str, Any]) -> Parts:
+    """Open a rank beside the first one; see :class:`~orchestration.calls.engines.ranks.Ranks`."""
+    options = dict(options)
+    rank = options.pop("rank")
+    store = joined_store(options.pop("port"), options.get("collective_seconds", COLLECTIVE_SECONDS))
+    trained = await asyncio.to_thread(load_base, base, options, store, rank)
+    return Parts(partial(TorchCalledModel, trained), None)
+
+
+def load_base(
+    base: ServedBase, options: Mapping[str, Any], store: Store | None, rank: int = 0
+) -> TorchBase:
+    """Load the base model, as ``rank`` of those that meet in ``store``; None: there is one rank.
+    ``options``: of :func:`start_ranks`, and of :meth:`TorchBase.load`. Raises ModelRefused for one
+    that ranks cannot share."""
+    layout = _layout(options)
+    options = {"token_budget": TOKEN_BUDGET, **options}
+    timeout = float(options.pop("collective_seconds", COLLECTIVE_SECONDS))
+    for name in ("data_parallel", "tensor_parallel"):
+        options.pop(name, None)
+    if store is None:
+        return TorchBase.load(base.source, context=base.context, **options)
+    from stages.engines.torch.parallel.sharded import Sharded
+    from stages.engines.torch.parallel.tensor import cuts
+
+    ranks = Sharded(layout.coordinates(rank), store=store, timeout=timeout)
+    trained = TorchBase.load(base.source, context=base.context, ranks=ranks, **options)
+    if layout.tp > 1:
+        cuts(trained.model, layout.tp)
+    return trained
+
+
+def _layout(options: Mapping[str, Any]) -> Layout:
+    dp = options.get("data_parallel", 1)
+    return Layout.for_training(dp=dp, tp=options.get("tensor_parallel", 1))
+
+
+def _open(
+    base: ServedBase,
+    options: Mapping[str, Any],
+    ranks: Ranks | None,
+    max_rows: int,
+    whole_models: int,
+) -> Parts:
+    trained = load_base(base, options, None if ranks is None else ranks.store)
     engine = partial(
         TorchRolloutEngine,
         tokenizer=trained.tokenizer,
@@ -40,12 +100,12 @@ def _open(base: ServedBase, options: dict[str, Any]) -> Parts:
         context=trained.context,
     )
     sampler = TorchSampler(
-        engine(copy.deepcopy(trained.model)),
+        engine(trained.whole_model()),
         _ends(base.source, trained.tokenizer),
-        make_whole=lambda: engine(copy.deepcopy(trained.model)),
+        make_whole=lambda: engine(trained.whole_model()),
         most_whole=whole_models,
     )
-    return Parts(partial(TorchCalledModel, trained), sampler)
+    return Parts(partial(TorchCalledModel, trained), sampler, ranks)
 
 
 def _ends(source: str, tokenizer: Tokenizer) -> list[int]:

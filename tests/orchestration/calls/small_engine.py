@@ -86,6 +86,7 @@ class SmallModel:
         return {"weights": self._weights.copy()}
 
     def save(self, folder: Path, *, optimizer: bool, merged: bool = True) -> None:
+        folder.mkdir(parents=True)
         np.save(folder / "weights.npy", self._weights)
         if optimizer:
             np.save(folder / "moments.npy", self._moments)

@@ -14,4 +14,5 @@ async def test_a_pass_feeds_a_bounded_number_of_tokens_at_once() -> None:
         parts = await open_parts(base, {"device": "cpu", "threads": 1, **options})
         assert isinstance(parts.new_model, partial)
         assert parts.new_model.args[0].token_budget == budget
+        assert parts.sampler is not None
         await parts.sampler.close()
