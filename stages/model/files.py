@@ -131,7 +131,8 @@ class WeightFiles:
         """Give ``model`` memory on ``device``, see :func:`materialize`, and read the weights.
 
         ``frozen``: what this process holds of the weights that are not trained, by name. The first
-        model fills it; later ones, sharded as that one, share these tensors, and read nothing."""
+        model fills it; later ones, sharded as that one, share these tensors, and read nothing. FSDP
+        copies those whose rows the ranks cannot share evenly."""
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
             tensors = chain(model.named_parameters(), model.named_buffers())

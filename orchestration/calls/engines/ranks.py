@@ -20,6 +20,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 import structlog
+from torch.distributed import Store
 
 from orchestration.calls.engines.channel import BUFFER_BYTES, receive, send
 from orchestration.processes.environment import take
@@ -32,17 +33,19 @@ from stages.training.rendezvous import RanksStore, Rendezvous, join_rendezvous
 log = structlog.get_logger()
 
 LOOPBACK = "127.0.0.1"
+START_SECONDS = 600.0  # for which ranks wait for one another at the start
 SECRET = "ASYNCDOCK_RANKS_SECRET"  # by which ranks prove who they are
 
 
 class Ranks:
-    """Those from 1 to ``world`` - 1. ``timeout``: seconds for which ranks wait for one another."""
+    """Those from 1 to ``world`` - 1. ``timeout``: seconds for which the first one waits for what the
+    others answer, when it has answered."""
 
     def __init__(self, world: int, timeout: float) -> None:
         self.world = world
-        self.timeout = timeout
+        self._timeout = timeout
         self._secret = secrets.token_hex(32)
-        self._rendezvous = Rendezvous(LOOPBACK, self._secret.encode(), timeout=timeout)
+        self._rendezvous = Rendezvous(LOOPBACK, self._secret.encode(), timeout=START_SECONDS)
         self.store = self._rendezvous.store
         self._processes: list[Process] = []
         self._writers: list[asyncio.StreamWriter] = []
@@ -82,10 +85,10 @@ class Ranks:
         """Wait until all ranks have answered the message ``number``, if they got it. Ends all
         unless their ``error`` is this one."""
         try:
-            async with asyncio.timeout(self.timeout):
+            async with asyncio.timeout(self._timeout):
                 errors = await asyncio.gather(*self._answers.get(number, ()))
         except TimeoutError:
-            self.end(f"a rank has not answered for {self.timeout:g} s")
+            self.end(f"a rank has not answered for {self._timeout:g} s")
         self._answers.pop(number, None)
         if any(other != error for other in errors):
             self.end(f"ranks have answered {errors}, and the first one {error!r}")
@@ -106,6 +109,13 @@ class Ranks:
         os._exit(1)
 
 
-def joined_store(port: int, timeout: float) -> RanksStore:
+def joined_store(port: int) -> RanksStore:
     """Return, in a rank's process, the store of the first one. Raises OSError."""
-    return join_rendezvous((LOOPBACK, port), take(SECRET).encode(), timeout=timeout)
+    return join_rendezvous((LOOPBACK, port), take(SECRET).encode(), timeout=START_SECONDS)
+
+
+def wait_for_all(store: Store, rank: int, world: int) -> None:
+    """Wait until all ranks are here: imports may take some of them longer than a collective call
+    may wait."""
+    store.set(f"here {rank}", "")
+    store.wait([f"here {each}" for each in range(world)])

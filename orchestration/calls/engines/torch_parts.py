@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import Store
 
 from orchestration.calls.engines.parts import Parts
-from orchestration.calls.engines.ranks import Ranks, joined_store
+from orchestration.calls.engines.ranks import Ranks, joined_store, wait_for_all
 from orchestration.recipe.model_files import PLAIN_MODELS, end_tokens
 from stages.calls.base import TorchBase
 from stages.calls.interface import ServedBase
@@ -50,7 +50,7 @@ async def open_rank(base: ServedBase, options: Mapping[str, Any]) -> Parts:
     """Open a rank beside the first one; see :class:`~orchestration.calls.engines.ranks.Ranks`."""
     options = dict(options)
     rank = options.pop("rank")
-    store = joined_store(options.pop("port"), options.get("collective_seconds", COLLECTIVE_SECONDS))
+    store = joined_store(options.pop("port"))
     trained = await asyncio.to_thread(load_base, base, options, store, rank)
     return Parts(partial(TorchCalledModel, trained), None)
 
@@ -71,6 +71,7 @@ def load_base(
     from stages.engines.torch.parallel.sharded import Sharded
     from stages.engines.torch.parallel.tensor import cuts
 
+    wait_for_all(store, rank, layout.world)
     ranks = Sharded(layout.coordinates(rank), store=store, timeout=timeout)
     trained = TorchBase.load(base.source, context=base.context, ranks=ranks, **options)
     if layout.tp > 1:

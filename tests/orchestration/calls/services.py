@@ -25,7 +25,7 @@ from stages.calls.interface import (
 
 ENTRY = "tests.orchestration.calls.small_engine:open_parts"
 BASE = ServedBase("small", "small", 1000, "small")
-SECONDS = 30.0  # for an answer; a test that waits so long has failed
+SECONDS = 90.0  # for an answer; a test that waits so long has failed
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,15 @@ from tests.orchestration.calls.small_engine import KILLING_TOKEN
 
 CALLS = 60
 KILLS = 10
-DEADLINE = 60.0
+DEADLINE = 300.0
 
 
 class Driver:
-    """Runs the driver until it is killed, again and again. ``lines``: what it said of answers."""
+    """Runs the driver until it is killed, again and again, at most ``most_kills`` times. ``lines``:
+    what it said of answers."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, most_kills: int = KILLS, **settings: Any) -> None:
+        self.most_kills = most_kills
         self.settings = {
             "folder": str(folder / "data"),
             "entry": ENTRY,
@@ -54,12 +57,13 @@ class Driver:
             **settings,
         }
         self.lines = list[str]()
+        self._under: list[Process] = []  # that it had at the last kill
         self.output = ""
         self.kills = 0
 
     async def run(self, chance: random.Random | None = None) -> bool:
-        """Run it to its end, or by ``chance`` until it is killed; its engine is killed too, now and
-        then. Returns whether it came to its end."""
+        """Run it to its end, or by ``chance`` until it is killed; a process under it is killed too,
+        now and then. Returns whether it came to its end."""
         self.lines.clear()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.orchestration.calls.driver", json.dumps(self.settings)),
@@ -75,7 +79,7 @@ class Driver:
                     self.output += line + "\n"
                     self._read(line)
                     until_kill -= line.startswith(("acknowledged", "answer"))
-                    if chance is not None and until_kill == 0 and self.kills < KILLS:
+                    if chance is not None and until_kill == 0 and self.kills < self.most_kills:
                         await asyncio.sleep(chance.random() / 50)  # anywhere in what follows
                         self._kill(process.pid, chance)
                         until_kill = chance.randrange(1, 12)
@@ -86,6 +90,7 @@ class Driver:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+            await all_ended(self._under)
 
     def _read(self, line: str) -> None:
         match line.split():
@@ -99,8 +104,19 @@ class Driver:
     def _kill(self, server: int, chance: random.Random) -> None:
         self.kills += 1
         with suppress(ProcessLookupError, FileNotFoundError):  # it has ended just now
-            children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-            os.kill(chance.choice([server, *map(int, children)]), signal.SIGKILL)
+            self._under = started_by(server)
+            os.kill(chance.choice([server, *(p.pid for p in self._under)]), signal.SIGKILL)
+
+
+def started_by(pid: int) -> list[Process]:
+    """Return the processes under ``pid``: engines, each before its ranks."""
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [each for child in children for each in (Process.of(child), *started_by(child))]
+
+
+async def all_ended(processes: Sequence[Process]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        await asyncio.gather(*(process.wait() for process in processes))
 
 
 async def undisturbed(folder: Path, **settings: Any) -> list[str]:
@@ -110,9 +126,9 @@ async def undisturbed(folder: Path, **settings: Any) -> list[str]:
     return driver.lines
 
 
-async def killed(folder: Path, seed: int, **settings: Any) -> list[str]:
+async def killed(folder: Path, seed: int, *, kills: int = KILLS, **settings: Any) -> list[str]:
     chance = random.Random(seed)
-    driver = Driver(folder, **settings)
+    driver = Driver(folder, kills, **settings)
     os.mkdir(folder)
     while not await driver.run(chance):
         pass
