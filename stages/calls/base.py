@@ -115,7 +115,9 @@ class TorchBase:
         return model
 
     def engine(self, options: ModelOptions) -> TorchTrainEngine:
-        """Make the engine that trains a model with ``options``. Raises CallRefused."""
+        """Make the engine that trains a model with ``options``, in the thread of all calls. Raises
+        CallRefused."""
+        devices.use(self.device)
         adapters = adapter_options(self.model, options)
         if adapters is None:
             whole = in_one_dtype(copy.deepcopy(self.model), torch.float32).requires_grad_(True)

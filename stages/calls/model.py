@@ -166,7 +166,7 @@ class _Pass:
         self._passes = max(map(len, self._plans))
         self._packings = [partial(pack_data, each, columns, engine.device) for each in self._plan]
         # of this replica's micro-batches
-        self._logprobs: list[torch.Tensor] = []
+        self._logprobs: list[np.ndarray] = []
         self._measured: list[dict[str, float]] = []
         self._not_finite: list[tuple[float, float, float]] = []  # datum, target, loss
 
@@ -189,7 +189,7 @@ class _Pass:
         tokens = self._tokens(micro_batch, logprobs)
         per_token = self._loss.per_token(tokens)
         values = per_token.detach().cpu().numpy().astype(np.float64)
-        self._logprobs.append(logprobs.detach().cpu())
+        self._logprobs.append(logprobs.detach().cpu().numpy())
         at = 0
         for datum in micro_batch.data:
             size = self._columns[datum].targets.size
@@ -221,19 +221,16 @@ class _Pass:
 
     def _output(self) -> PassOutput:
         """Join what the replicas have. Raises FloatingPointError, on all ranks."""
-        parallel = self._engine.parallel
-        # [n, 3]: in the order of the replicas, as all of these
-        not_finite = torch.tensor(self._not_finite, dtype=torch.float64).view(-1, 3)
-        wrong = parallel.all_gather_rows(not_finite).tolist()
-        if wrong:
-            datum, target, value = min(wrong)
+        wrong = self._joined(self._not_finite).reshape(-1, 3)
+        if len(wrong):
+            datum, target, value = min(wrong.tolist())
             raise FloatingPointError(
                 f"data.{int(datum)}: its {self._loss.name} loss is {value} at target "
                 f"{int(target)}, so that no gradient of the call was added; look for logprobs far "
                 f"from the model's, or too large a step before"
             )
-        local = [torch.empty(0), *self._logprobs]
-        logprobs = parallel.all_gather_rows(torch.cat(local)[:, None]).numpy()
+        local = np.concatenate([np.empty(0), *self._logprobs])
+        logprobs = self._joined(local).astype(np.float32)
         rows: list[Any] = [None] * len(self._columns)
         at = 0
         for micro_batch in itertools.chain.from_iterable(self._plans):
@@ -242,11 +239,15 @@ class _Pass:
                 rows[datum] = logprobs[at : at + targets.size].reshape(targets.shape)
                 at += targets.size
         flat = [value for measured in self._measured for value in measured.values()]
-        columns = torch.tensor(flat, dtype=torch.float64)[:, None]
-        values = parallel.all_gather_rows(columns).view(sum(map(len, self._plans)), -1)
+        values = self._joined(flat).reshape(sum(map(len, self._plans)), -1)
         names = self._measured[0] if self._measured else ()  # the first replica has some
         metrics = {
             name: float(JOINED[name.partition(":")[2]](column.tolist()))
             for name, column in zip(names, values.T, strict=False)
         }
         return PassOutput(rows, {"fed_tokens:sum": float(self._fed), **metrics})
+
+    def _joined(self, numbers: Any) -> np.ndarray:
+        """Return the ``numbers`` of all replicas, in their order: float64 [n]."""
+        column = torch.as_tensor(numbers, dtype=torch.float64).view(-1, 1)
+        return self._engine.parallel.all_gather_rows(column).numpy().ravel()

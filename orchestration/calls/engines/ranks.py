@@ -27,12 +27,12 @@ from orchestration.processes.environment import take
 from orchestration.processes.forkserver import Launch
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import spawn
+from pipeline.node import LOOPBACK
 from stages.calls.interface import ServedBase
 from stages.training.rendezvous import RanksStore, Rendezvous, join_rendezvous
 
 log = structlog.get_logger()
 
-LOOPBACK = "127.0.0.1"
 START_SECONDS = 600.0  # for which ranks wait for one another at the start
 SECRET = "ASYNCDOCK_RANKS_SECRET"  # by which ranks prove who they are
 
