@@ -32,7 +32,7 @@ from orchestration.calls.engines.encoding import (
     unpack_pass,
     unpack_request,
 )
-from orchestration.calls.engines.parts import Opening, Parts
+from orchestration.calls.engines.parts import FAILED, Opening, Parts
 from orchestration.streams import open_outputs
 from stages.calls.interface import CalledModel, CallRefused, ModelOptions, Sampler, ServedBase
 
@@ -60,7 +60,6 @@ class _Engine:
     async def answer(self, head: dict[str, Any], blob: bytes) -> Message:
         """Return the answer to a message: what it asks for, or the error."""
         operation = getattr(self, f"do_{head['operation']}")
-        ranks = self._parts.ranks
         answer: dict[str, Any]
         answer_blob = b""
         try:
@@ -69,31 +68,34 @@ class _Engine:
             else:
                 in_thread = partial(operation, head, blob)
                 answer, answer_blob = await self._in_thread(in_thread, head, blob)
-        except Absent:
-            answer = {"error": "absent"}
-        except CallRefused as error:
-            answer = {"error": "refused", "message": str(error)}
-        except FloatingPointError as error:
-            answer = {"error": "not finite", "message": str(error)}
         except Exception as error:
-            log.exception("an operation has failed", operation=head["operation"])
-            answer = {"error": "failed", "message": f"{type(error).__name__}: {error}"}
-            # the first rank alone writes files, when the others are done
-            is_alone = head["operation"] == "save" and isinstance(error, OSError)
-            if ranks is not None and not is_alone:
-                ranks.end(answer["message"])
-        if ranks is not None and answer.get("error") != "failed":
-            await ranks.agree(head["number"], answer.get("error", ""))
+            answer = {"error": _kind_of(error), "message": str(error)}
+            if answer["error"] == FAILED:
+                log.exception("an operation has failed", operation=head["operation"])
+                answer["message"] = f"{type(error).__name__}: {error}"
         return {"number": head["number"], **answer}, answer_blob
 
     async def _in_thread(
         self, function: Callable[[], T], head: dict[str, Any], blob: bytes = b""
     ) -> T:
-        """Call ``function`` in the thread of training; other ranks make the operation of the
+        """Call ``function`` in the thread of training, while other ranks make the operation of the
         message."""
-        if self._parts.ranks is not None:
-            self._parts.ranks.send(head, blob)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        running = asyncio.get_running_loop().run_in_executor(self._thread, function)
+        ranks = self._parts.ranks
+        if ranks is None:
+            return await running
+        ranks.send(head, blob)
+        error = ""
+        try:
+            return await running
+        except Exception as raised:
+            # files are written by this rank alone: it is in step with others that have saved
+            error = "" if head["operation"] == "save" else _kind_of(raised)
+            if error == FAILED:
+                log.exception("an operation has failed", operation=head["operation"])
+            raise
+        finally:
+            await ranks.agree(head["number"], error)
 
     def _model(self, head: dict[str, Any]) -> CalledModel:
         try:
@@ -184,6 +186,17 @@ class _Engine:
         output = await self._sampler.sample(head["name"], unpack_request(blob), head["seed"])
         versions = [each.versions for each in output.sequences]
         return {"versions": versions}, pack_output(output)
+
+
+def _kind_of(error: Exception) -> str:
+    match error:
+        case Absent():
+            return "absent"
+        case CallRefused():
+            return "refused"
+        case FloatingPointError():
+            return "not finite"
+    return FAILED
 
 
 def _nbytes(tensor: Any) -> int:

@@ -23,6 +23,7 @@ import structlog
 from torch.distributed import Store
 
 from orchestration.calls.engines.channel import BUFFER_BYTES, receive, send
+from orchestration.calls.engines.parts import FAILED
 from orchestration.processes.environment import take
 from orchestration.processes.forkserver import Launch
 from orchestration.processes.handles import Process
@@ -82,28 +83,30 @@ class Ranks:
             send(writer, dict(head), blob)
 
     async def agree(self, number: int, error: str) -> None:
-        """Wait until all ranks have answered the message ``number``, if they got it. Ends all
-        unless their ``error`` is this one."""
+        """Wait until all ranks have answered the message ``number``. Ends all of them unless their
+        ``error`` is this one, and none that leaves them out of step."""
+        if error == FAILED:
+            self._end("the first rank has failed")
         try:
             async with asyncio.timeout(self._timeout):
-                errors = await asyncio.gather(*self._answers.get(number, ()))
+                errors = await asyncio.gather(*self._answers[number])
         except TimeoutError:
-            self.end(f"a rank has not answered for {self._timeout:g} s")
-        self._answers.pop(number, None)
+            self._end(f"a rank has not answered for {self._timeout:g} s")
+        del self._answers[number]
         if any(other != error for other in errors):
-            self.end(f"ranks have answered {errors}, and the first one {error!r}")
+            self._end(f"ranks have answered {errors}, and the first one {error!r}")
 
     async def _read(self, rank: int, reader: asyncio.StreamReader) -> None:
         while (message := await receive(reader)) is not None:
             head, _ = message
             error = head.get("error", "")
-            if error == "failed":
-                self.end(f"rank {rank}: {head['message']}")
+            if error == FAILED:
+                self._end(f"rank {rank}: {head['message']}")
             if head["number"] in self._answers:
                 self._answers[head["number"]][rank - 1].set_result(error)
-        self.end(f"rank {rank} has ended")
+        self._end(f"rank {rank} has ended")
 
-    def end(self, reason: str) -> NoReturn:
+    def _end(self, reason: str) -> NoReturn:
         """End this process, and with it all ranks."""
         log.error("the ranks of an engine end", reason=reason)
         os._exit(1)

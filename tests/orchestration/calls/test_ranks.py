@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,9 +15,10 @@ import torch
 
 from orchestration.calls.interface import CallOptions, Failed
 from orchestration.calls.service import TORCH_ENTRY, Service, open_service
+from orchestration.processes.handles import Process
 from stages.calls.interface import ServedBase
 from stages.model.load import tiny_model, tiny_tokenizer
-from tests.orchestration.calls.services import SECONDS, prompt
+from tests.orchestration.calls.services import SECONDS, Client, prompt
 from tests.orchestration.calls.test_deaths import all_ended, killed, started_by, undisturbed
 from tests.orchestration.calls.test_torch import tiny_client, train
 
@@ -41,6 +43,14 @@ async def service_of(folder: Path, source: str, **options: Any) -> AsyncIterator
         yield service
 
 
+async def fail_to_save(client: Client, engine: Process) -> None:
+    """The first rank finds no room for files, and that is all."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.prlimit(engine.pid, resource.RLIMIT_FSIZE, (10_000, hard))
+    assert "File too large" in await client.failure(await client.save("a"))
+    resource.prlimit(engine.pid, resource.RLIMIT_FSIZE, limits)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_rank_that_ends_or_hangs_is_replaced_and_changes_no_bit(
     source: str, tmp_path: Path, number: signal.Signals
@@ -59,6 +69,8 @@ async def test_a_rank_that_ends_or_hangs_is_replaced_and_changes_no_bit(
             if disturbed:
                 bob = await tiny_client(service, "bob", rank=8)
                 await train(bob, 7)
+                await fail_to_save(bob, processes[0])
+                assert all(process.alive() for process in processes)
                 processes[-1].end(number)
             digests += await train(ann, 4)
             results.append(digests)
