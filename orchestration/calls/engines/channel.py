@@ -15,6 +15,7 @@ HEAD = struct.Struct("<IQ")
 HEAD_BYTES = 16 << 20  # that are taken
 BLOB_BYTES = 4 << 30
 BUFFER_BYTES = 1 << 20
+FAILED = "failed"  # of the errors that an answer may have, the one that is no mistake of a client
 
 Message = tuple[dict[str, Any], bytes]
 

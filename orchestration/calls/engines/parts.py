@@ -11,8 +11,6 @@ from stages.calls.interface import CalledModel, ModelOptions, Sampler, ServedBas
 if TYPE_CHECKING:
     from orchestration.calls.engines.ranks import Ranks
 
-FAILED = "failed"  # an answer's error that is no mistake of a client
-
 
 @dataclass(frozen=True)
 class Parts:

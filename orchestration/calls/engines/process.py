@@ -25,14 +25,14 @@ from typing import Any, TypeVar, cast
 import structlog
 
 from orchestration import logs
-from orchestration.calls.engines.channel import BUFFER_BYTES, Message, receive, send
+from orchestration.calls.engines.channel import BUFFER_BYTES, FAILED, Message, receive, send
 from orchestration.calls.engines.encoding import (
     pack_output,
     unpack_adam,
     unpack_pass,
     unpack_request,
 )
-from orchestration.calls.engines.parts import FAILED, Opening, Parts
+from orchestration.calls.engines.parts import Opening, Parts
 from orchestration.streams import open_outputs
 from stages.calls.interface import CalledModel, CallRefused, ModelOptions, Sampler, ServedBase
 

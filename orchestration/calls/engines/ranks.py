@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 import structlog
 from torch.distributed import Store
 
-from orchestration.calls.engines.channel import BUFFER_BYTES, receive, send
-from orchestration.calls.engines.parts import FAILED
+from orchestration.calls.engines.channel import BUFFER_BYTES, FAILED, receive, send
 from orchestration.processes.environment import take
 from orchestration.processes.forkserver import Launch
 from orchestration.processes.handles import Process
