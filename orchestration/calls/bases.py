@@ -1,18 +1,25 @@
 """The base models that a service of calls serves, by the names that its clients use.
 
-NAME=SOURCE ──▶ a process with torch: config, tokenizer ──▶ ServedBase      the server itself has no torch
+NAME=SOURCE ──▶ a process with torch: recipe, config, tokenizer ──▶ ServedBase      the server itself has no torch
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from stages.calls.interface import ServedBase
 
 TOKENIZERS = "tokenizers"  # of models without files: in the service's folder
+RECIPE = ".toml"
+# options of the engine of a model that is no recipe's
+DEFAULTS = {"device": "auto", "dtype": "float32", "max_rows": 64}
+UNSET = ("auto", 0)  # the engine decides
 
 
 def parse_model(text: str) -> tuple[str, str]:
@@ -30,22 +37,50 @@ def parse_model(text: str) -> tuple[str, str]:
 
 
 def describe_bases(
-    sources: Mapping[str, str], folder: Path, *, device: str = "auto"
+    models: Sequence[str], folder: Path, options: Mapping[str, Any]
 ) -> list[ServedBase]:
-    """Return the base models of ``sources``, source by name. Raises ModelNotFound, and
-    DeviceMissing where there is no ``device`` for them."""
+    """Return the base models that ``models`` name: [NAME=]SOURCE, where SOURCE is a model or a
+    recipe of one, a ``.toml`` file.
+
+    ``options``: device, dtype, threads, max_rows of all engines, as far as they are given. Raises
+    ModelNotFound, DeviceMissing where there is no such device, and ValueError for names that are
+    there twice and for a recipe that is wrong or contradicts ``options``.
+    """
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        pool.submit(_check_device, device).result()
-        return list(pool.map(_describe, sources, sources.values(), [folder] * len(sources)))
+        bases = list(pool.map(partial(_describe, folder, options), models))
+    names = Counter(base.name for base in bases)
+    if repeated := [name for name, count in names.items() if count > 1]:
+        name = repeated[0]
+        raise ValueError(f"model: {names[name]} are named {name!r}; give each a NAME=SOURCE")
+    return bases
 
 
-def _check_device(device: str) -> None:
+def _describe(folder: Path, options: Mapping[str, Any], text: str) -> ServedBase:
+    name, source = parse_model(text)
+    if Path(source).suffix == RECIPE and not Path(source).is_dir():
+        return _of_recipe(folder, options, name if "=" in text else "", Path(source))
     from stages.device import select
 
-    select(device)
+    engine = {**DEFAULTS, **options}
+    select(str(engine["device"]))
+    decided = {key: value for key, value in engine.items() if value not in UNSET}
+    return _describe_model(name, source, folder, decided)
 
 
-def _describe(name: str, source: str, folder: Path) -> ServedBase:
+def _of_recipe(folder: Path, options: Mapping[str, Any], name: str, path: Path) -> ServedBase:
+    from orchestration.recipe.problems import RecipeError
+    from orchestration.recipe.served import engine_options, read_served
+
+    try:
+        recipe, room = read_served(path, options)
+    except RecipeError as error:  # it cannot go to another process
+        raise ValueError(str(error)) from None
+    return _describe_model(
+        name or recipe.name, recipe.model.source, folder, engine_options(recipe, room)
+    )
+
+
+def _describe_model(name: str, source: str, folder: Path, options: Mapping[str, Any]) -> ServedBase:
     from stages.model.load import MADE_FROM_SEED, load_config, model_folder, tiny_tokenizer
 
     config = load_config(source)
@@ -56,4 +91,5 @@ def _describe(name: str, source: str, folder: Path) -> ServedBase:
         tokenizer = model_folder(source).resolve()
         source = str(tokenizer)
     text_config = config.get_text_config()
-    return ServedBase(name, source, text_config.max_position_embeddings, str(tokenizer))
+    context = text_config.max_position_embeddings
+    return ServedBase(name, source, context, str(tokenizer), options)

@@ -9,7 +9,7 @@ Importing this needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -192,9 +192,11 @@ class Sampler(Protocol):
 @dataclass(frozen=True)
 class ServedBase:
     """A base model that is served: its ``name`` for clients, the folder or name that it is loaded
-    from, tokens of its ``context``, and where clients find its ``tokenizer``."""
+    from, tokens of its ``context``, where clients find its ``tokenizer``, and options of its
+    engine, as JSON has them."""
 
     name: str
     source: str
     context: int
     tokenizer: str
+    options: Mapping[str, Any] = field(default_factory=dict)

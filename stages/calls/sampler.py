@@ -55,7 +55,7 @@ class SamplingEngine(
     """What a sampler needs of an engine."""
 
 
-class TorchSampler:
+class EngineSampler:
     """A :class:`~stages.calls.interface.Sampler` with ``engine``, which it closes.
 
     ``ends``: the model's end tokens. ``make_whole``: makes an engine of the same model for one of

@@ -12,34 +12,34 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from orchestration.calls.interface import CallOptions
+    from stages.calls.interface import ServedBase
 
 CALLS = "calls"  # in the server's folder
 
 
-def training_calls(
-    models: Sequence[str],
-    data: Path,
-    options: CallOptions | None = None,
-    *,
-    device: str = "auto",
-    **engine: Any,
-) -> Callable[[web.Application, str], None]:
-    """Return what adds training calls of ``models`` ([NAME=]SOURCE), kept below ``data``, to a
-    server. ``engine``: further options of its engines. Ends the command where they cannot be
-    served."""
-    from api.tinker.routes import add_routes
-    from orchestration.calls.bases import describe_bases, parse_model
-    from orchestration.calls.interface import CallOptions
-    from orchestration.calls.service import open_service
+def described_bases(models: Sequence[str], data: Path, **options: Any) -> list[ServedBase]:
+    """Return the base models of ``models`` ([NAME=]SOURCE), served from the folder ``data``.
+    ``options``: of :func:`~orchestration.calls.bases.describe_bases`; None: not given. Ends the
+    command where they cannot be served."""
+    from orchestration.calls.bases import describe_bases
     from pipeline.problems import Fatal
 
+    given = {name: value for name, value in options.items() if value is not None}
     try:
-        bases = describe_bases(dict(map(parse_model, models)), data, device=device)
+        return describe_bases(models, data, given)
     except (Fatal, ValueError) as error:
         refuse(f"tinker: {error}")
-    engine |= {"device": device} if device != "auto" else {}
+
+
+def training_calls(
+    bases: Sequence[ServedBase], data: Path, options: CallOptions | None = None
+) -> Callable[[web.Application, str], None]:
+    """Return what adds training calls of ``bases``, kept below ``data``, to a server."""
+    from api.tinker.routes import add_routes
+    from orchestration.calls.interface import CallOptions
+    from orchestration.calls.service import open_service
 
     def open_calls() -> Any:
-        return open_service(data / CALLS, bases, options or CallOptions(), engine_options=engine)
+        return open_service(data / CALLS, bases, options or CallOptions())
 
     return lambda app, _: add_routes(app, open_calls)

@@ -19,7 +19,7 @@ import typer
 from api.cli.common.exit_codes import FAILED
 from api.cli.common.options import DataOption, IndexOption
 from api.cli.common.output import advised, refuse
-from api.cli.service.calls import training_calls
+from api.cli.service.calls import described_bases, training_calls
 from api.cli.service.link import login_link
 from api.terminal.screen import complain
 
@@ -110,7 +110,10 @@ def serve_command(
     ] = None,
     tinker: Annotated[
         Names,
-        _repeatable("[NAME=]SOURCE", help="A model for training loops of Tinker's clients."),
+        _repeatable(
+            "[NAME=]SOURCE",
+            help="A model, or a recipe of one, for training loops of Tinker's clients.",
+        ),
     ] = None,
     max_waiting: Annotated[int, typer.Option(help="Runs in the queue.")] = 1000,
     max_workers: Annotated[int, typer.Option(help="Worker processes of one run.")] = 64,
@@ -155,7 +158,7 @@ def serve_command(
         )
     except ValueError as error:
         refuse(f"serve: {error}")
-    calls = training_calls(tinker, data) if tinker else None
+    calls = training_calls(described_bases(tinker, data), data) if tinker else None
     try:
         asyncio.run(_serve(settings, calls))
     except ServeError as error:

@@ -10,12 +10,12 @@ import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from api.cli.common.output import refuse
-from api.cli.service.calls import training_calls
+from api.cli.service.calls import described_bases, training_calls
 from api.cli.service.serve import parse_address, stopped_by_signals
 from api.cli.service.token import tinker_key
 
@@ -35,7 +35,8 @@ def tinker_command(
         typer.Option(
             "--model",
             metavar="[NAME=]SOURCE",
-            help="A folder as Hugging Face has it, smollm2 or tiny; NAME: for clients. Repeatable.",
+            help="A folder as Hugging Face has it, smollm2, tiny, or FILE.toml: a recipe with "
+            "[model], [train] and [rollout]. NAME: for clients. Repeatable.",
         ),
     ],
     data: Annotated[
@@ -44,10 +45,18 @@ def tinker_command(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Port 0: any that is free.")
     ] = "127.0.0.1:8770",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
-    dtype: Annotated[DType, typer.Option(help="Of the arithmetic.")] = "float32",
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads of an engine; 0: all.")] = 0,
-    max_rows: Annotated[int, typer.Option(min=1, help="Sequences that are sampled at once.")] = 64,
+    device: Annotated[
+        str | None, typer.Option(help="auto, cpu, cuda or cuda:1. Default: auto.")
+    ] = None,
+    dtype: Annotated[
+        DType | None, typer.Option(help="Of the arithmetic. Default: float32.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=0, help="CPU threads of an engine. Default: 0, all.")
+    ] = None,
+    max_rows: Annotated[
+        int | None, typer.Option(min=1, help="Sequences that are sampled at once. Default: 64.")
+    ] = None,
     max_models: Annotated[int, typer.Option(min=1, help="Models in memory, on each base.")] = 16,
     adapters_alone: Annotated[
         bool,
@@ -88,25 +97,24 @@ def tinker_command(
             tls_key=tls_key,
         )
         options = CallOptions(loaded_models=max_models, merged_checkpoints=not adapters_alone)
-        engine: dict[str, Any] = {"dtype": dtype, "max_rows": max_rows}
-        engine |= {"threads": threads} if threads else {}
-        calls = training_calls(models, data, options, device=device, **engine)
-        asyncio.run(_serve(settings, models, calls))
+        bases = described_bases(
+            models, data, device=device, dtype=dtype, threads=threads, max_rows=max_rows
+        )
+        names = [base.name for base in bases]
+        asyncio.run(_serve(settings, names, training_calls(bases, data, options)))
     except (ExtraMissing, ServeError, ValueError) as error:
         refuse(f"tinker: {error}")
 
 
 async def _serve(
-    settings: Settings, models: list[str], calls: Callable[[web.Application, str], None]
+    settings: Settings, names: list[str], calls: Callable[[web.Application, str], None]
 ) -> None:
     from api.server.app import serve
-    from orchestration.calls.bases import parse_model
     from orchestration.service.own_services import read_authorization
 
     def ready(url: str, code: str) -> None:
         """Print what a client is given. A log, which others may read, gets no key."""
-        names = ", ".join(parse_model(model)[0] for model in models)
-        print(f"AsyncDock serves {names} at {url}")
+        print(f"AsyncDock serves {', '.join(names)} at {url}")
         key = f"$(asyncdock token show --tinker --data {settings.data})"
         if sys.stdout.isatty():
             key = tinker_key(read_authorization(settings.data))

@@ -50,8 +50,9 @@ class NotFinite(ValueError):
 
 class Engine:
     """The process that serves ``base``. ``entry``: "module:function" that opens its parts (an
-    :data:`~orchestration.calls.engines.parts.Opening`) with ``options``; ``log_file``: of its
-    output; ``restarts``: ends without any answer before, after which it counts as down."""
+    :data:`~orchestration.calls.engines.parts.Opening`) with ``options`` and those of ``base``,
+    which come first; ``log_file``: of its output; ``restarts``: ends without any answer before,
+    after which it counts as down."""
 
     def __init__(
         self,
@@ -66,7 +67,11 @@ class Engine:
         """The number of its process; models of an earlier one are lost."""
         self.process: Process | None = None
         path = os.pathsep.join(path for path in sys.path if path)
-        settings = {"base": asdict(base), "entry": entry, "options": dict(options)}
+        settings = {
+            "base": asdict(base),
+            "entry": entry,
+            "options": {**options, **base.options},
+        }
         self._launch = Launch(
             "orchestration.calls.engines.process:main",
             [json.dumps(settings)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from orchestration.recipe.model_files import PLAIN_MODELS, end_tokens
 from stages.calls.base import TorchBase
 from stages.calls.interface import ServedBase
 from stages.calls.model import TorchCalledModel
-from stages.calls.sampler import TorchSampler
+from stages.calls.sampler import EngineSampler
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.model.load import Tokenizer, model_folder
 from stages.parallel.layout import Layout
@@ -26,12 +27,20 @@ TOKEN_BUDGET = 4096  # tokens that a pass feeds at once: a client's call may hav
 
 async def open_parts(base: ServedBase, options: Mapping[str, Any]) -> Parts:
     """``options``: ``max_rows`` that decode at once (64), ``whole_models`` of rank 0 that have an
-    engine for sampling at a time (1), those of :func:`load_base`, and of :func:`start_ranks`."""
+    engine for sampling at a time (1), ``sampling_device`` and ``sampling_threads`` (those of
+    training), ``vllm`` (samples with vLLM: see
+    :func:`~orchestration.calls.engines.vllm_parts.vllm_parts`), those of :func:`load_base`, and of
+    :func:`start_ranks`."""
     options = dict(options)
-    max_rows = options.pop("max_rows", 64)
-    whole_models = options.pop("whole_models", 1)
+    sampling = {
+        "max_rows": options.pop("max_rows", 64),
+        "threads": options.pop("sampling_threads", options.get("threads")),
+        "device": options.pop("sampling_device", None),
+        "vllm": options.pop("vllm", None),
+        "most_whole": options.pop("whole_models", 1),
+    }
     ranks = await start_ranks(base, options)
-    return await asyncio.to_thread(_open, base, options, ranks, max_rows, whole_models)
+    return await asyncio.to_thread(_open, base, options, ranks, **sampling)
 
 
 async def start_ranks(base: ServedBase, options: Mapping[str, Any]) -> Ranks | None:
@@ -88,25 +97,32 @@ def _open(
     base: ServedBase,
     options: Mapping[str, Any],
     ranks: Ranks | None,
-    max_rows: int,
-    whole_models: int,
+    *,
+    device: str | None,
+    vllm: Mapping[str, Any] | None,
+    most_whole: int,
+    **sampling: Any,
 ) -> Parts:
     trained = load_base(base, options, None if ranks is None else ranks.store)
-    engine = partial(
-        TorchRolloutEngine,
-        tokenizer=trained.tokenizer,
-        max_rows=max_rows,
-        threads=options.get("threads"),
-        device=trained.device,
-        context=trained.context,
-    )
-    sampler = TorchSampler(
-        engine(trained.whole_model()),
-        _ends(base.source, trained.tokenizer),
-        make_whole=lambda: engine(trained.whole_model()),
-        most_whole=whole_models,
-    )
-    return Parts(partial(TorchCalledModel, trained), sampler, ranks)
+    new_model = partial(TorchCalledModel, trained)
+    ends = _ends(base.source, trained.tokenizer)
+    if vllm is not None:
+        from orchestration.calls.engines.vllm_parts import vllm_parts
+
+        sampling |= {**vllm, "most_whole": most_whole}
+        return replace(vllm_parts(trained, base.source, new_model, ends, **sampling), ranks=ranks)
+
+    def engine() -> TorchRolloutEngine:
+        return TorchRolloutEngine(
+            trained.whole_model(),
+            trained.tokenizer,
+            device=device or trained.device,
+            context=trained.context,
+            **sampling,
+        )
+
+    sampler = EngineSampler(engine(), ends, make_whole=engine, most_whole=most_whole)
+    return Parts(new_model, sampler, ranks)
 
 
 def _ends(source: str, tokenizer: Tokenizer) -> list[int]:

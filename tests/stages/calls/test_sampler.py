@@ -23,7 +23,7 @@ from stages.calls.interface import (
     SampleRequest,
     SamplingOptions,
 )
-from stages.calls.sampler import TorchSampler
+from stages.calls.sampler import EngineSampler
 from stages.engines.torch.rollout import MOST_LOGITS, TorchRolloutEngine
 from stages.model.load import tiny_model, tiny_tokenizer
 
@@ -57,8 +57,8 @@ def engine(**options: Any) -> TorchRolloutEngine:
 
 
 @asynccontextmanager
-async def sampling(**options: Any) -> AsyncIterator[TorchSampler]:
-    sampler = TorchSampler(engine(), [EOS], **options)
+async def sampling(**options: Any) -> AsyncIterator[EngineSampler]:
+    sampler = EngineSampler(engine(), [EOS], **options)
     _: Sampler = sampler  # it is one
     try:
         async with asyncio.timeout(DEADLINE):
@@ -71,7 +71,7 @@ def ask(options: SamplingOptions = GREEDY, **fields: Any) -> SampleRequest:
     return SampleRequest(fields.pop("prompt", PROMPT), options, **fields)
 
 
-async def tokens_of(sampler: TorchSampler, name: str, **fields: Any) -> list[int]:
+async def tokens_of(sampler: EngineSampler, name: str, **fields: Any) -> list[int]:
     (sequence,) = (await sampler.sample(name, ask(**fields), 0)).sequences
     return sequence.tokens.tolist()  # type: ignore[no-any-return]
 
@@ -126,7 +126,7 @@ async def test_newer_weights_are_used_in_flight_with_their_step(rank: int) -> No
         assert other.versions == ((3, len(other.tokens)),)
 
 
-def engine_context(sampler: TorchSampler) -> int:
+def engine_context(sampler: EngineSampler) -> int:
     return sampler._engine.context
 
 
@@ -185,7 +185,7 @@ async def test_what_stops_a_response_is_part_of_it() -> None:
         assert await stopped_by((VOCABULARY - 1, np.int64(free[end]))) == whole
         assert await stopped_by((word,)) == whole
         assert await stopped_by(("no such text",)) == (free, False)
-    with_end = TorchSampler(engine(), [free[end]])
+    with_end = EngineSampler(engine(), [free[end]])
     try:
         for stop in (None, ("no such text",), (VOCABULARY - 1,)):
             output = await with_end.sample("", ask(replace(GREEDY, max_tokens=60, stop=stop)), 0)

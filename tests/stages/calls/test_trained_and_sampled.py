@@ -11,7 +11,7 @@ import torch
 
 from stages.calls.interface import AdamOptions, Datum, ModelOptions, SampleRequest, SamplingOptions
 from stages.calls.model import TorchCalledModel
-from stages.calls.sampler import TorchSampler
+from stages.calls.sampler import EngineSampler
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.model.load import load_model
 from tests.stages.calls.data import sampled, tiny_base
@@ -44,7 +44,7 @@ async def test_a_sampler_with_the_head_s_adapter_is_the_model_merged(
         device="cpu",
         packed=packed,
     )
-    sampler = TorchSampler(engine, [])
+    sampler = EngineSampler(engine, [])
     request = SampleRequest(PROMPT, SamplingOptions(max_tokens=9), 2, prompt_logprobs=True)
     try:
         async with asyncio.timeout(SECONDS):

@@ -14,7 +14,7 @@ from pipeline.data.arena import shared_memory_directory
 from stages.adapters.names import adapter_shapes, down_of, up_of
 from stages.adapters.options import AdapterOptions
 from stages.calls.interface import ALPHA, CallRefused, ModelOptions, SampleRequest, SamplingOptions
-from stages.calls.sampler import TorchSampler
+from stages.calls.sampler import EngineSampler
 from stages.engines.vllm.adapter_sets import AdapterRoom
 from stages.engines.vllm.rollout import VllmMultiAdapterEngine
 from stages.model.load import tiny_tokenizer
@@ -64,7 +64,7 @@ async def test_sets_of_different_ranks_sample_side_by_side(tmp_path: Path) -> No
             room=AdapterRoom(most=2, rank=8),
         )
     )
-    sampler = TorchSampler(engine, [])
+    sampler = EngineSampler(engine, [])
     ranks = {"a": 2, "b": 8}
     weights = {name: adapters_of(rank, rank) for name, rank in ranks.items()}
 
