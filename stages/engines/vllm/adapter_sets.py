@@ -21,9 +21,12 @@ import torch
 
 from pipeline.compat.extras import extra
 from stages.adapters.export import save_adapter
-from stages.adapters.names import adapted_layers, down_of, up_of
+from stages.adapters.names import adapted_layers, down_of, head_name, up_of
 from stages.engines.checks import check_adapters
 from stages.model.load import empty_model
+
+HEAD = "lm_head"  # the head's name where vLLM has adapters on it
+MOST_TOKENS = 258_048  # in the vocabulary of a head that vLLM has adapters on
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,14 @@ class VllmAdapterSets:
         self._dtype = dtype
         self._shared = shared / "sets"
         self._room = room
-        self._layers = adapted_layers(empty_model(str(model)), ()) if room else {}
+        self._layers = _layers(empty_model(str(model))) if room else {}
         self._numbers: dict[str, int] = {}
         self._counter = itertools.count(1)
         self.loaded: dict[str, LoadedSet] = {}
         self.base: Any = None  # vLLM's name of the base's set
+        self.adapts_heads = HEAD in self._layers
+        self.scores_prompts = True
+        """Whether vLLM gives logprobs of prompts, with the adapters of the request."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that vLLM is started with."""
@@ -69,7 +75,6 @@ class VllmAdapterSets:
         with extra("vllm"):
             from vllm.config.lora import MaxLoRARanks
 
-        # without targets the head has an adapter of zeros, and logprobs of prompts fail on a CPU
         return {
             "enable_lora": True,
             "max_loras": self._room.most + 1,
@@ -79,6 +84,8 @@ class VllmAdapterSets:
 
     async def start(self, llm: Any) -> None:
         """Give vLLM the set of the base."""
+        if self.adapts_heads:
+            self.scores_prompts = all(await llm.collective_rpc("adapt_heads_of_prompts"))
         zeros: dict[str, torch.Tensor] = {}
         for layer, (inputs, outputs) in self._layers.items():
             zeros[down_of(layer)] = torch.zeros(1, inputs)
@@ -130,3 +137,12 @@ class VllmAdapterSets:
     async def remove(self, llm: Any, name: str) -> None:
         """Have vLLM forget the set ``name``, which no request has."""
         await llm.remove_lora(self._numbers.pop(name))
+
+
+def _layers(model: Any) -> dict[str, tuple[int, int]]:
+    """Return the (inputs, outputs) of the layers of ``model`` that vLLM has adapters on."""
+    layers = adapted_layers(model, ())
+    head = model.get_output_embeddings()
+    if head_name(model) == HEAD and head.out_features <= MOST_TOKENS:
+        layers[HEAD] = (head.in_features, head.out_features)
+    return layers

@@ -230,6 +230,14 @@ class VllmRolloutEngine:
     ) -> list[tuple[Token, int]]:
         """See :class:`~stages.engines.protocols.PromptScoringEngine`."""
         self._check(request)
+        await self._start()
+        if not self._sets.scores_prompts:
+            problem = (
+                "vLLM's newer model runner has no logprobs of prompts beside adapters on heads"
+            )
+            fix = "start the server with VLLM_USE_V2_MODEL_RUNNER=0"
+            raise RequestRefused(request.group, "prompt_logprobs", problem, fix)
+        alternatives = min(alternatives, self._vocabulary)
         ids = request.prompt_ids.tolist()
         version = self._loaded(request.adapters).version
         scored = []

@@ -26,6 +26,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,47 @@ with extra("vllm"):
 class WorkerExtension:
     """Mixed into vLLM's worker class. vLLM imports this module because the engine names this
     class."""
+
+    model_runner: Any
+
+    def adapt_heads_of_prompts(self) -> bool:
+        """Have logprobs of a prompt computed with the adapter on the head of its request.
+
+        vLLM chooses this adapter by the places of sampled tokens, which those of a prompt are not
+        among. Returns whether this vLLM's model runner is one that can be told.
+        """
+        runner = self.model_runner
+        if not hasattr(runner, "num_prompt_logprobs"):
+            return False
+        compute = runner._get_prompt_logprobs_dict
+
+        def compute_each(*step: Any) -> dict[str, Any]:
+            asked = runner.num_prompt_logprobs
+            logprobs: dict[str, Any] = {}
+            logits_of = runner.model.compute_logits
+            for request_id, count in [*asked.items()]:
+                request = runner.requests[request_id].lora_request
+                runner.num_prompt_logprobs = rest = {request_id: count}
+                runner.model.compute_logits = partial(_logits, runner, logits_of, request)
+                try:
+                    logprobs |= compute(*step)
+                finally:
+                    runner.num_prompt_logprobs = asked
+                    runner.model.compute_logits = logits_of
+                if not rest:
+                    del asked[request_id]
+            return logprobs
+
+        runner._get_prompt_logprobs_dict = compute_each
+        return True
+
+
+def _logits(runner: Any, logits_of: Any, request: Any, states: torch.Tensor) -> torch.Tensor:
+    """Return the logits of hidden ``states`` [N, H] with the adapters that ``request`` names."""
+    mapping = (request.lora_int_id,) * len(states)
+    runner._set_active_loras(mapping, mapping, {request})
+    logits: torch.Tensor = logits_of(states)
+    return logits
 
 
 @dataclass

@@ -21,13 +21,14 @@ from stages.model.load import tiny_tokenizer
 from tests.stages.engines.vllm.test_vllm_adapters import model_of
 
 pytestmark = pytest.mark.timeout(600)
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 PROMPT = (np.arange(20) * 7 + 3) % 46
 Weights = dict[str, torch.Tensor]
 
 
 def adapters_of(rank: int, seed: int) -> Weights:
     random = torch.Generator().manual_seed(seed)
-    shapes = adapter_shapes(model_of(), AdapterOptions(rank, ALPHA))
+    shapes = adapter_shapes(model_of(), AdapterOptions(rank, ALPHA, TARGETS))
     return {
         name: torch.empty(shape).normal_(std=0.1, generator=random)
         for name, shape in shapes.items()
@@ -37,6 +38,7 @@ def adapters_of(rank: int, seed: int) -> Weights:
 def expected(weights: Weights, rank: int, tokens: np.ndarray) -> np.ndarray:
     """Logprobs of the prompt after its first token, and of ``tokens``, of the merged model."""
     model = model_of()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())  # untied
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if (down := down_of(layer := name.removesuffix(".weight"))) in weights:
