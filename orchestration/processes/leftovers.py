@@ -25,3 +25,9 @@ def sweep_leftovers() -> None:
             if owned and not Process.of(int(pid)).alive():
                 shutil.rmtree(folder, ignore_errors=True)
                 log.info("removed what a killed run left behind", folder=str(folder))
+
+
+def remove_shared_memory(pid: int) -> None:
+    """Remove what process ``pid``, which has ended, has left in shared memory."""
+    for folder in shared_memory_directory().glob(f"{owned_prefix(pid)}*"):
+        shutil.rmtree(folder, ignore_errors=True)

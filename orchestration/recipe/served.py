@@ -117,7 +117,8 @@ def engine_options(recipe: Recipe, room: AdapterRoomSection) -> dict[str, Any]:
     }
     options |= {name: value for name, value in optional.items() if value}
     if rollout.engine == "vllm":
-        options["vllm"] = rollout.vllm.model_dump(mode="json") | room.model_dump()
+        keys = rollout.vllm.model_dump(mode="json", include=set(type(rollout.vllm).model_fields))
+        options["vllm"] = {**keys, **room.model_dump(), "arguments": rollout.vllm.model_extra or {}}
     return options
 
 

@@ -74,6 +74,10 @@ class CallRefused(ProblemError, ValueError):
     """A call that cannot be served as the client has made it; nothing was changed."""
 
 
+class SamplerFailed(RuntimeError):
+    """The sampler cannot go on: the process that has it is to be started again."""
+
+
 class CalledModel(Protocol):
     """A model in training, of one client. Calls block and come from one thread at a time.
 
@@ -184,7 +188,7 @@ class Sampler(Protocol):
 
     async def sample(self, name: str, request: SampleRequest, seed: int) -> SampleOutput:
         """Sample with the weights of ``name``; "": the base model's. The same seed, request and
-        weights give the same tokens, up to rounding. Raises CallRefused."""
+        weights give the same tokens, up to rounding. Raises CallRefused, SamplerFailed."""
 
     async def close(self) -> None: ...
 

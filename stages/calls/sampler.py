@@ -2,8 +2,9 @@
 their own.
 
     put(name, rank > 0) ─▶ a set of adapters ──▶ one engine ◀── rows of all names, "" the base ── sample
-    put(name, rank 0) ───▶ WholeModels: engines by name ◀──────────────────────── rows of name ── sample
+    put(name, rank 0) ───▶ OpenModels: engines by name ◀───────────────────────── rows of name ── sample
 
+Where the engine has room for some sets alone, those that have requests are there: OpenModels too.
 Rows start in the order of the calls: the caller bounds how many a client has in flight.
 """
 
@@ -13,6 +14,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -26,13 +28,15 @@ from stages.calls.interface import (
     SampledSequence,
     SampleOutput,
     SampleRequest,
+    SamplerFailed,
 )
-from stages.calls.whole_models import WholeModels
+from stages.calls.open_models import OpenModels
 from stages.engines.protocols import (
     AdaptersRemoved,
     BoundedEngine,
     Completion,
     EngineClosed,
+    EngineFailed,
     GroupRequest,
     MultiAdapterEngine,
     PromptScoringEngine,
@@ -59,7 +63,8 @@ class EngineSampler:
     """A :class:`~stages.calls.interface.Sampler` with ``engine``, which it closes.
 
     ``ends``: the model's end tokens. ``make_whole``: makes an engine of the same model for one of
-    rank 0, of which at most ``most_whole`` are open (None: such models are refused).
+    rank 0, of which at most ``most_whole`` are open (None: such models are refused). ``room``: sets
+    of adapters that the engine has at a time (None: all).
     """
 
     def __init__(
@@ -69,11 +74,13 @@ class EngineSampler:
         *,
         make_whole: Callable[[], SamplingEngine] | None = None,
         most_whole: int = 1,
+        room: int | None = None,
     ) -> None:
         self._engine = engine
         self._ends = tuple(ends)
         self._options: dict[str, ModelOptions] = {}
-        self._whole = None if make_whole is None else WholeModels(make_whole, most_whole)
+        self._whole = None if make_whole is None else OpenModels(make_whole, most_whole)
+        self._sets = None if room is None else OpenModels(partial(_AdapterSet, engine), room)
         self._groups = itertools.count()
 
     async def put(
@@ -90,11 +97,12 @@ class EngineSampler:
             fix = "use an adapter: a rank of 1 or more"
             raise _refused("rank", options.rank, "samplers of whole models are off", fix)
         try:
-            if options.rank:
-                scale = ALPHA / options.rank
-                await self._engine.put_adapters(name, step, weights, scale=scale)
-            elif self._whole is not None:
-                await self._whole.put(name, weights, step)
+            if (models := self._models_of(options)) is not None:
+                await models.put(name, weights, step)
+            else:
+                await _put(self._engine, name, step, weights)
+        except EngineFailed as error:
+            raise SamplerFailed(str(error)) from error
         except ValueError as error:  # of weights that do not fit, or no room for more
             raise _refused("model", name, str(error)) from error
         self._options[name] = options
@@ -104,10 +112,10 @@ class EngineSampler:
         options = self._options.pop(name, None)
         if options is None:
             raise _refused("model", name, "has no weights here")
-        if options.rank:
+        if (models := self._models_of(options)) is not None:
+            await models.remove(name)
+        else:
             await self._engine.remove_adapters(name)
-        elif self._whole is not None:
-            await self._whole.remove(name)
 
     async def sample(self, name: str, request: SampleRequest, seed: int) -> SampleOutput:
         """See :class:`~stages.calls.interface.Sampler`. ``seed`` is used where the request has
@@ -132,6 +140,8 @@ class EngineSampler:
                 return SampleOutput(sequences, logprobs, top, cached)
         except RequestRefused as error:
             raise CallRefused(*error.problems) from error
+        except EngineFailed as error:
+            raise SamplerFailed(str(error)) from error
         except (AdaptersRemoved, EngineClosed, WeightMismatch) as error:
             if isinstance(error, EngineClosed) and name in self._options:
                 raise
@@ -147,11 +157,17 @@ class EngineSampler:
     @asynccontextmanager
     async def _engine_of(self, name: str) -> AsyncIterator[tuple[SamplingEngine, str]]:
         """Return the engine of ``name``, and the name of its adapters there."""
-        if self._whole is None or not name or self._options[name].rank:
+        models = self._models_of(self._options[name]) if name else None
+        if models is None:
             yield self._engine, name
         else:
-            async with self._whole.engine(name) as engine:
-                yield engine, ""
+            async with models.engine(name) as opened:
+                is_set = isinstance(opened, _AdapterSet)
+                yield (self._engine, opened.name) if is_set else (opened, "")
+
+    def _models_of(self, options: ModelOptions) -> OpenModels[Any] | None:
+        """Return the models of which some are open; None: the engine has all of their adapters."""
+        return self._sets if options.rank else self._whole
 
     def _group(
         self, request: SampleRequest, seed: int, adapters: str, context: int
@@ -184,6 +200,34 @@ class EngineSampler:
             is_repeated=True,  # a client asks for the responses to a prompt one by one
             adapters=adapters,
         )
+
+
+class _AdapterSet:
+    """A set of adapters of ``engine``, in the place of an engine of its own."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, engine: SamplingEngine) -> None:
+        self.name = f"open-{next(self._numbers)}"
+        self._engine = engine
+        self._is_loaded = False
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any]) -> None:
+        await _put(self._engine, self.name, version, weights)
+        self._is_loaded = True
+
+    async def close(self) -> None:
+        if self._is_loaded:
+            self._is_loaded = False
+            await self._engine.remove_adapters(self.name)
+
+
+async def _put(
+    engine: SamplingEngine, name: str, version: int, weights: Mapping[str, torch.Tensor]
+) -> None:
+    """Give ``engine`` a set of adapters. Raises WeightMismatch, and ValueError without room."""
+    rank = next((len(weight) for each, weight in weights.items() if ".lora_A." in each), 1)
+    await engine.put_adapters(name, version, weights, scale=ALPHA / rank)
 
 
 async def _score(

@@ -23,6 +23,7 @@ import structlog
 from orchestration.calls.engines.channel import BUFFER_BYTES, Message, receive, send
 from orchestration.processes.forkserver import Launch
 from orchestration.processes.handles import Process
+from orchestration.processes.leftovers import remove_shared_memory
 from orchestration.processes.starter import spawn
 from stages.calls.interface import CallRefused, ServedBase
 
@@ -168,6 +169,7 @@ class Engine:
                 if not answer.done():
                     answer.set_exception(EngineDied("the process has ended"))
             await process.wait()
+            await asyncio.to_thread(remove_shared_memory, process.pid)
 
     async def close(self) -> None:
         self._keeping.cancel()

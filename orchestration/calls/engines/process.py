@@ -34,7 +34,14 @@ from orchestration.calls.engines.encoding import (
 )
 from orchestration.calls.engines.parts import Opening, Parts
 from orchestration.streams import open_outputs
-from stages.calls.interface import CalledModel, CallRefused, ModelOptions, Sampler, ServedBase
+from stages.calls.interface import (
+    CalledModel,
+    CallRefused,
+    ModelOptions,
+    Sampler,
+    SamplerFailed,
+    ServedBase,
+)
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -68,6 +75,9 @@ class _Engine:
             else:
                 in_thread = partial(operation, head, blob)
                 answer, answer_blob = await self._in_thread(in_thread, head, blob)
+        except SamplerFailed:
+            log.exception("the sampler has failed: the process ends, to be started again")
+            os._exit(1)
         except Exception as error:
             answer = {"error": _kind_of(error), "message": str(error)}
             if answer["error"] == FAILED:

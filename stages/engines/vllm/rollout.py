@@ -271,6 +271,8 @@ class VllmRolloutEngine:
                 ) as outputs:
                     async for output in outputs:
                         prompt_logprobs = prompt_logprobs or output.prompt_logprobs or []
+            except Exception as error:
+                raise self._fail(error) if self._llm.errored else error from error
             finally:
                 if self._paused:
                     await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -513,6 +515,11 @@ class VllmReceivingEngine(VllmRolloutEngine):
 class VllmMultiAdapterEngine(VllmRolloutEngine):
     """A :class:`~stages.engines.protocols.MultiAdapterEngine`, made with ``room``."""
 
+    @property
+    def adapts_heads(self) -> bool:
+        """Whether sets may have an adapter on the head."""
+        return self._sets.adapts_heads
+
     async def put_adapters(
         self, name: str, version: int, weights: Mapping[str, torch.Tensor], *, scale: float
     ) -> None:
@@ -529,8 +536,10 @@ class VllmMultiAdapterEngine(VllmRolloutEngine):
                 early = [row.request_id for row in rows if row.request_id and not row.tokens]
                 await self._llm.abort(early)
                 await self._sets.load(self._llm, name, version, folder)
+            except Exception as error:
+                raise self._fail(error) if self._llm.errored else error from error
             finally:
-                if not (self._closed or self._paused):
+                if not (self._closed or self._paused or self._failed):
                     await self._llm.resume_generation()
                 self._swapped.set()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from orchestration.calls.bases import describe_bases
 from orchestration.calls.engines.torch_parts import open_parts
@@ -91,11 +92,12 @@ async def test_an_engine_computes_as_its_recipe_says(recipe: Path, tmp_path: Pat
 
 def test_keys_without_a_meaning_are_refused_by_name(recipe: Path) -> None:
     """Each key of the three sections is either one of a served model, or refused."""
-    for name, section in {
+    sections: dict[str, type[BaseModel]] = {
         "model": ModelSection,
         "train": TrainSection,
         "rollout": RolloutSection,
-    }.items():
+    }
+    for name, section in sections.items():
         for key in section.model_fields:
             if f"{name}.{key}" in SERVED:
                 continue

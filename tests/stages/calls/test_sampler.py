@@ -328,6 +328,28 @@ async def test_the_engines_of_whole_models_are_bounded() -> None:
     assert all(each._closed for each in opened)
 
 
+async def test_adapters_share_the_room_of_their_engine() -> None:
+    """Three names in the room of two: each samples with its newest weights, whoever was there."""
+    async with sampling(room=2) as sampler:
+        names = ("a", "b", "c")
+        for number, name in enumerate(names):
+            await sampler.put(name, ModelOptions(2 + number), adapter(2 + number, number), number)
+        alone = {name: await tokens_of(sampler, name) for name in names}
+        assert len({*map(tuple, alone.values())}) == 3
+        calls = [tokens_of(sampler, names[n % 3]) for n in range(12)]
+        assert await asyncio.gather(*calls) == [alone[names[n % 3]] for n in range(12)]
+        long = ask(SamplingOptions(max_tokens=200, temperature=0.0, stop=()))
+        under_way = asyncio.create_task(sampler.sample("a", long, 0))
+        await tokens_of(sampler, "a")
+        await sampler.put("a", ModelOptions(2), adapter(2, 7), 9)
+        versions = (await under_way).sequences[0].versions
+        assert [version for version, _ in versions] == [0, 9]
+        await sampler.remove("a")
+        with pytest.raises(CallRefused, match="no weights"):
+            await tokens_of(sampler, "a")
+        assert await tokens_of(sampler, "b") == alone["b"]
+
+
 async def test_a_cancelled_sample_leaves_the_engine() -> None:
     async with sampling() as sampler:
         long = ask(SamplingOptions(max_tokens=None, stop=()), count=8)

@@ -1,4 +1,5 @@
-"""Engines of models of rank 0: each has all weights of its own.
+"""Models by name, of which only some can be sampled from at a time: those of rank 0 in engines of
+their own, adapters in an engine that has room for some.
 
 engine(name) ─▶ its engine, or: close the one that was used longest ago ─▶ factory ─▶ load the weights
                                 └ all have requests: wait until one has none; later calls wait behind
@@ -10,11 +11,22 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from stages.engines.protocols import EngineClosed, RolloutEngine
+from stages.engines.protocols import EngineClosed
 
-Engine = TypeVar("Engine", bound=RolloutEngine)
+
+class Loads(Protocol):
+    """What has the weights of one model while it is open."""
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any]) -> Any:
+        """Use ``weights`` from the next token on. Raises WeightMismatch."""
+
+    async def close(self) -> None:
+        """Release them; its requests in flight fail. May be called again."""
+
+
+Engine = TypeVar("Engine", bound=Loads)
 
 
 @dataclass(eq=False)
@@ -29,7 +41,7 @@ class _Model(Generic[Engine]):
         return self.engine is not None and not self.requests
 
 
-class WholeModels(Generic[Engine]):
+class OpenModels(Generic[Engine]):
     """Models by name, of which at most ``most`` have an engine at a time. ``factory`` makes one, in
     a thread. The weights of all stay in memory, for their next engine."""
 
