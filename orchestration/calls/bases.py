@@ -68,8 +68,8 @@ def _describe(folder: Path, options: Mapping[str, Any], text: str) -> ServedBase
 
 
 def _of_recipe(folder: Path, options: Mapping[str, Any], name: str, path: Path) -> ServedBase:
+    from orchestration.recipe.loading.served import engine_options, read_served
     from orchestration.recipe.problems import RecipeError
-    from orchestration.recipe.served import engine_options, read_served
 
     try:
         recipe, room = read_served(path, options)

@@ -10,9 +10,9 @@ from pydantic import BaseModel
 
 from orchestration.calls.bases import describe_bases
 from orchestration.calls.engines.torch_parts import open_parts
+from orchestration.recipe.loading.served import SERVED, engine_options, read_served
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.sections import ModelSection, RolloutSection, TrainSection
-from orchestration.recipe.served import SERVED, engine_options, read_served
 from stages.calls.interface import ModelOptions
 from stages.calls.model import TorchCalledModel
 from stages.model.load import tiny_model, tiny_tokenizer

@@ -65,7 +65,7 @@ def read_served(path: Path, options: Mapping[str, Any]) -> tuple[Recipe, Adapter
     data, _ = read_recipe(path)
     tables = {name: dict(value) if _is_table(value) else value for name, value in data.items()}
     without_meaning = [*_take_out(tables)]
-    problems = [*_apply(options, tables)]
+    problems = [*_set_options(options, tables)]
     model = tables.get("model")
     source = model.get("source") if _is_table(model) else None
     if _is_table(model) and isinstance(source, str) and source not in KNOWN_MODELS:
@@ -143,7 +143,7 @@ def _take_out(tables: dict[str, Any]) -> Iterator[Problem]:
                     yield Problem(f"{section}.{name}", table.pop(name), wrong, fix)
 
 
-def _apply(options: Mapping[str, Any], tables: dict[str, Any]) -> Iterator[Problem]:
+def _set_options(options: Mapping[str, Any], tables: dict[str, Any]) -> Iterator[Problem]:
     """Set the keys of ``options`` in ``tables``; yield a problem for each that has another value
     there."""
     for option, value in options.items():
