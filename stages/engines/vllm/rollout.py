@@ -112,6 +112,8 @@ class VllmRolloutEngine:
         self._sets = VllmAdapterSets(self._vllm, model, dtype, shared, room)
         self._loading = False  # vLLM is paused for a swap
         self._rows: dict[VllmRow, asyncio.Task[None]] = {}
+        # logprobs of prompts that are computed now, and by which set of adapters
+        self._scorings: dict[asyncio.Task[list[Any]], str] = {}
         self._numbers = itertools.count()
         self._starting = asyncio.Lock()
         self._swaps = asyncio.Lock()
@@ -252,31 +254,47 @@ class VllmRolloutEngine:
 
     async def _prompt_logprobs(self, ids: list[int], count: int, adapters: str) -> list[Any]:
         """Return vLLM's logprobs of the tokens ``ids``, and of the ``count`` likeliest ones, at
-        each position; None at the first one."""
-        async with self._swaps:
-            self._refuse_closed()
-            await self._start()
-            loaded = self._loaded(adapters)
-            params = self._vllm.SamplingParams(
-                max_tokens=1, temperature=0.0, prompt_logprobs=count, detokenize=False
-            )
-            prompt = {"prompt_token_ids": ids, "cache_salt": loaded.salt}
-            prompt_logprobs: list[Any] = []
-            if self._paused:
-                await self._llm.resume_generation()
-            try:
-                asked = (prompt, params, f"score-{next(self._numbers)}")
-                async with aclosing(
-                    self._llm.generate(*asked, lora_request=loaded.request)
-                ) as outputs:
-                    async for output in outputs:
-                        prompt_logprobs = prompt_logprobs or output.prompt_logprobs or []
-            except Exception as error:
-                raise self._fail(error) if self._llm.errored else error from error
-            finally:
+        each position, all by the same weights; None at the first one."""
+        await self._start()
+        while True:
+            async with self._swaps:
+                self._refuse_closed()
+                loaded = self._loaded(adapters)
+                scoring = asyncio.create_task(self._score(ids, count, loaded))
+                self._scorings[scoring] = adapters
+                scoring.add_done_callback(self._scorings.pop)
                 if self._paused:
-                    await self._llm.pause_generation(mode="keep", clear_cache=False)
-        return prompt_logprobs
+                    await self._llm.resume_generation()
+                    try:
+                        await asyncio.wait([scoring])
+                    finally:
+                        scoring.cancel()
+                        await self._llm.pause_generation(mode="keep", clear_cache=False)
+            try:
+                await asyncio.wait([scoring])
+            finally:
+                scoring.cancel()
+            self._refuse_closed()
+            if self._failed is not None:
+                raise self._failed
+            present = self._loaded(adapters)
+            if error := None if scoring.cancelled() else scoring.exception():
+                raise self._fail_by(error) from error
+            if present.salt == loaded.salt and (positions := scoring.result()):
+                return positions
+
+    async def _score(self, ids: list[int], count: int, loaded: LoadedSet) -> list[Any]:
+        """Return vLLM's logprobs of a prompt; empty where a swap has aborted the request."""
+        params = self._vllm.SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=count, detokenize=False
+        )
+        prompt = {"prompt_token_ids": ids, "cache_salt": loaded.salt}
+        request = (prompt, params, f"score-{next(self._numbers)}")
+        positions: list[Any] = []
+        async with aclosing(self._llm.generate(*request, lora_request=loaded.request)) as outputs:
+            async for output in outputs:
+                positions = positions or output.prompt_logprobs or []
+        return positions
 
     async def pause(self) -> None:
         async with self._swaps:
@@ -301,9 +319,8 @@ class VllmRolloutEngine:
             handler = self._llm.output_handler
             if handler is not None:
                 handler.cancel()
-            await asyncio.gather(
-                *self._rows.values(), *filter(None, [handler]), return_exceptions=True
-            )
+            tasks = (*self._rows.values(), *self._scorings, *filter(None, [handler]))
+            await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
             del self._llm  # its destructor would shut down once more
         self._weights.close()
@@ -401,10 +418,16 @@ class VllmRolloutEngine:
             self._end(self._failed)
         return self._failed
 
+    def _fail_by(self, error: BaseException) -> BaseException:
+        """Return ``error``, or that vLLM cannot go on."""
+        if self._llm.errored and isinstance(error, Exception):
+            return self._fail(error)
+        return error
+
     def _end(self, error: Exception) -> None:
         for responses in {id(row.responses): row.responses for row in self._rows}.values():
             responses.put(error)
-        for task in self._rows.values():
+        for task in (*self._rows.values(), *self._scorings):
             task.cancel()
 
     # -- weights
@@ -537,7 +560,7 @@ class VllmMultiAdapterEngine(VllmRolloutEngine):
                 await self._llm.abort(early)
                 await self._sets.load(self._llm, name, version, folder)
             except Exception as error:
-                raise self._fail(error) if self._llm.errored else error from error
+                raise self._fail_by(error) from error
             finally:
                 if not (self._closed or self._paused or self._failed):
                     await self._llm.resume_generation()
@@ -548,7 +571,10 @@ class VllmMultiAdapterEngine(VllmRolloutEngine):
             self._refuse_closed()
             del self._sets.loaded[name]
             rows = [row for row in self._rows if row.request.adapters == name]
-            tasks = [self._rows[row] for row in rows]
+            scorings = [task for task, adapters in self._scorings.items() if adapters == name]
+            for task in scorings:
+                task.cancel()
+            tasks = [*(self._rows[row] for row in rows), *scorings]
             for responses in {id(row.responses): row.responses for row in rows}.values():
                 responses.put(AdaptersRemoved(f"the adapters {name!r} were removed"))
                 self._abort(responses)

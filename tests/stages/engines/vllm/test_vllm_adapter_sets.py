@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,14 @@ import torch
 from pipeline.data.arena import shared_memory_directory
 from stages.adapters.names import adapter_shapes, down_of, up_of
 from stages.adapters.options import AdapterOptions
-from stages.calls.interface import ALPHA, CallRefused, ModelOptions, SampleRequest, SamplingOptions
+from stages.calls.interface import (
+    ALPHA,
+    CallRefused,
+    ModelOptions,
+    SampleOutput,
+    SampleRequest,
+    SamplingOptions,
+)
 from stages.calls.sampler import EngineSampler
 from stages.engines.vllm.adapter_sets import AdapterRoom
 from stages.engines.vllm.rollout import VllmMultiAdapterEngine
@@ -98,12 +106,25 @@ async def test_sets_of_different_ranks_sample_side_by_side(tmp_path: Path) -> No
         assert_made_by("a", newer, 2, await sampler.sample("a", request, 1))
         with pytest.raises(CallRefused, match="room for 2 sets of adapters"):
             await sampler.put("c", ModelOptions(2), weights["a"], 0)
+        scored = SampleRequest(PROMPT, replace(options, max_tokens=1), prompt_logprobs=True)
+        scorings = [asyncio.create_task(sampler.sample("a", scored, 1)) for _ in range(8)]
+        await asyncio.sleep(0)
+        await sampler.put("a", ModelOptions(2), weights["a"], 5)
+        for scoring in scorings:  # by the one or the other, and not by both
+            output = await scoring
+            assert output.prompt_logprobs is not None
+            logprobs = [expected(each, 2, np.array([], np.int64)) for each in (newer, weights["a"])]
+            gaps = [np.abs(output.prompt_logprobs[1:] - each).max() for each in logprobs]
+            assert min(gaps) < 1e-3 < max(gaps)
         removed = asyncio.create_task(sampler.sample("a", long, 1))
+        never = [asyncio.create_task(sampler.sample("a", scored, 1)) for _ in range(4)]
         staying = asyncio.create_task(sampler.sample("b", request, 1))
         await sampler.sample("a", request, 3)
         await sampler.remove("a")
         with pytest.raises(CallRefused, match="was removed"):
             await removed
+        for error in await asyncio.gather(*never, return_exceptions=True):
+            assert isinstance(error, SampleOutput) or "was removed" in str(error)
         assert_made_by("b", weights["b"], 8, await staying)
         await sampler.put("c", ModelOptions(4), third := adapters_of(4, 5), 0)
         assert_made_by("c", third, 4, await sampler.sample("c", request, 1))
