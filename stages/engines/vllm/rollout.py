@@ -45,7 +45,13 @@ from stages.engines.responses import Responses, engine_failed, response_failed
 from stages.engines.vllm.adapter_sets import AdapterRoom, LoadedSet, VllmAdapterSets
 from stages.engines.vllm.adapters import VllmAdapters
 from stages.engines.vllm.library import engine_arguments, import_vllm, pause, vllm_environment
-from stages.engines.vllm.rows import VllmRow, check_request, likeliest, sampling_params
+from stages.engines.vllm.rows import (
+    VllmRow,
+    check_request,
+    prompt_logprobs,
+    sampling_params,
+    scored_prompt,
+)
 from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT, Landed, VllmWeights
 from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
 
@@ -221,7 +227,7 @@ class VllmRolloutEngine:
         if temperature not in (0.0, 1.0):
             return None
         ids = [*prompt_ids.tolist(), *response_ids.tolist()]
-        positions = await self._prompt_logprobs(ids, 0, "")
+        _, positions = await self._prompt_logprobs(ids, 0, "")
         after = zip(ids[len(prompt_ids) :], positions[len(prompt_ids) :], strict=True)
         return torch.tensor(
             [position[token].logprob for token, position in after], dtype=torch.float32
@@ -239,28 +245,25 @@ class VllmRolloutEngine:
             )
             fix = "start the server with VLLM_USE_V2_MODEL_RUNNER=0"
             raise RequestRefused(request.group, "prompt_logprobs", problem, fix)
-        alternatives = min(alternatives, self._vocabulary)
+        count = min(alternatives, self._vocabulary)
         ids = request.prompt_ids.tolist()
-        version = self._loaded(request.adapters).version
-        scored = []
-        positions = await self._prompt_logprobs(ids, alternatives, request.adapters)
-        for token, position in zip(ids[1:], positions[1:], strict=True):
-            named = likeliest(position, alternatives)
-            others = tuple((other, position[other].logprob) for other in named)
-            logprob = position[token]
-            prompt_token = Token(request.group, 0, token, logprob.logprob, version, others)
-            scored.append((prompt_token, logprob.rank))
-        return scored
+        version, positions = await self._prompt_logprobs(ids, count, request.adapters)
+        return scored_prompt(request, version, positions, count)
 
-    async def _prompt_logprobs(self, ids: list[int], count: int, adapters: str) -> list[Any]:
-        """Return vLLM's logprobs of the tokens ``ids``, and of the ``count`` likeliest ones, at
-        each position, all by the same weights; None at the first one."""
+    async def _prompt_logprobs(
+        self, ids: list[int], count: int, adapters: str
+    ) -> tuple[int, list[Any]]:
+        """Return the version of the weights, and by these alone vLLM's logprobs of the tokens
+        ``ids`` and of the ``count`` likeliest ones at each position; None at the first one."""
         await self._start()
         while True:
             async with self._swaps:
                 self._refuse_closed()
                 loaded = self._loaded(adapters)
-                scoring = asyncio.create_task(self._score(ids, count, loaded))
+                name = f"score-{next(self._numbers)}"
+                scoring = asyncio.create_task(
+                    prompt_logprobs(self._vllm, self._llm, name, ids, count, loaded)
+                )
                 self._scorings[scoring] = adapters
                 scoring.add_done_callback(self._scorings.pop)
                 if self._paused:
@@ -281,20 +284,7 @@ class VllmRolloutEngine:
             if error := None if scoring.cancelled() else scoring.exception():
                 raise self._fail_by(error) from error
             if present.salt == loaded.salt and (positions := scoring.result()):
-                return positions
-
-    async def _score(self, ids: list[int], count: int, loaded: LoadedSet) -> list[Any]:
-        """Return vLLM's logprobs of a prompt; empty where a swap has aborted the request."""
-        params = self._vllm.SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=count, detokenize=False
-        )
-        prompt = {"prompt_token_ids": ids, "cache_salt": loaded.salt}
-        request = (prompt, params, f"score-{next(self._numbers)}")
-        positions: list[Any] = []
-        async with aclosing(self._llm.generate(*request, lora_request=loaded.request)) as outputs:
-            async for output in outputs:
-                positions = positions or output.prompt_logprobs or []
-        return positions
+                return loaded.version, positions
 
     async def pause(self) -> None:
         async with self._swaps:

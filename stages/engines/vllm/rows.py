@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Collection, Mapping
+from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ from stages.engines.bounds import LEAST_VLLM
 from stages.engines.checks import check_request as check_basics
 from stages.engines.protocols import GroupRequest, RequestRefused, Token
 from stages.engines.responses import ResponseInProgress, Responses
+from stages.engines.vllm.adapter_sets import LoadedSet
 
 
 class VllmRow(ResponseInProgress):
@@ -86,6 +88,38 @@ class VllmRow(ResponseInProgress):
 def likeliest(position: Mapping[int, Any], count: int) -> list[int]:
     """Return the ``count`` likeliest tokens among vLLM's logprobs at a position."""
     return sorted(position, key=lambda token: position[token].rank)[:count]
+
+
+async def prompt_logprobs(
+    vllm: Any, llm: Any, name: str, ids: list[int], count: int, loaded: LoadedSet
+) -> list[Any]:
+    """Return what ``llm`` says of a prompt by a request of this ``name``: its logprobs of the tokens
+    ``ids`` and of the ``count`` likeliest ones at each position, None at the first one. Empty where
+    a swap has aborted the request."""
+    params = vllm.SamplingParams(
+        max_tokens=1, temperature=0.0, prompt_logprobs=count, detokenize=False
+    )
+    prompt = {"prompt_token_ids": ids, "cache_salt": loaded.salt}
+    positions: list[Any] = []
+    async with aclosing(llm.generate(prompt, params, name, lora_request=loaded.request)) as outputs:
+        async for output in outputs:
+            positions = positions or output.prompt_logprobs or []
+    return positions
+
+
+def scored_prompt(
+    request: GroupRequest, version: int, positions: list[Any], count: int
+) -> list[tuple[Token, int]]:
+    """Return the tokens of a prompt after the first one, each with ``count`` alternatives and its
+    rank. ``positions``: of :func:`prompt_logprobs`."""
+    ids = request.prompt_ids.tolist()
+    scored = []
+    for token, position in zip(ids[1:], positions[1:], strict=True):
+        others = tuple((other, position[other].logprob) for other in likeliest(position, count))
+        logprob = position[token]
+        prompt_token = Token(request.group, 0, token, logprob.logprob, version, others)
+        scored.append((prompt_token, logprob.rank))
+    return scored
 
 
 def check_request(
