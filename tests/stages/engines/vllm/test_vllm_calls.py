@@ -158,9 +158,18 @@ def vllm_core(service: Service) -> int:
     return core
 
 
-async def test_samples_follow_later_weights_and_stops(model: Path, tmp_path: Path) -> None:
-    async with serving(tmp_path, model, room=1, dtype="bfloat16") as service:
+async def test_samples_follow_later_weights_and_stops(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB: the recipe says nothing of it
+    async with serving(tmp_path, model, room=1, dtype="bfloat16", kv_cache="") as service:
         client = await create(service, 0, rank=4, head=True)
+        options = ModelOptions(0)
+        whole = await service.create_model("ann", client.session_id, 9, "small", options, {})
+        result = await outcome(service, whole.request_id)
+        assert isinstance(result, Failed)
+        assert "rank = 0: trains all weights" in result.message
+        assert "its recipe has no rollout.vllm.kv_cache_bytes" in result.message
         sampler = (await client.done(await client.snapshot(0, inflight=True)))[
             "sampling_session_id"
         ]
