@@ -67,8 +67,6 @@ class CallOptions:
     """Of their weights, gradients and moments: how many models of rank 0 fit."""
     loaded_adapters: int = 64
     """Weights of samplers that an engine has at once."""
-    sampling_requests: int = 256
-    """At an engine at once."""
     gap_seconds: float = 10.0
     """For which later calls wait for a missing one; then they go on, as if it had failed. Clients
     whose calls overtake each other send one again for up to five minutes."""

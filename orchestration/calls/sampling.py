@@ -248,6 +248,7 @@ class Session:
             "kind": "sample",
             "number": number,
             "seed": secrets.randbits(62) if seed is None else seed,
+            "rows": request.count,
         }
         await self.requests.add(head, pack_request(request))
         return request_id
@@ -293,6 +294,7 @@ class Session:
             self.sampler_id(sampler.number),
             head["seed"],
             self._journal.read(request.call),
+            head.get("rows", 1),
         )
         facts["versions"] = reply["versions"]
         facts["model"] = "" if weights is None else weights.model_id

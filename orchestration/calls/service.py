@@ -28,6 +28,7 @@ import structlog
 from orchestration.calls.checkpoints import Checkpoints
 from orchestration.calls.engines.encoding import pack_adam, pack_output, pack_pass
 from orchestration.calls.engines.engine import Engine
+from orchestration.calls.engines.parts import MAX_ROWS
 from orchestration.calls.engines.served import Served
 from orchestration.calls.engines.turns import Places
 from orchestration.calls.history import Facts
@@ -85,15 +86,17 @@ async def open_service(
         opened.enter_context(take(folder / "service.lock"))
         served = dict[str, Served]()
         for number, base in enumerate(bases):
+            of_engine = {"max_rows": MAX_ROWS, **base.options, **(engine_options or {})}
             log_file = folder / f"engine-{number}.log"
             engine = Engine(base, entry, engine_options or {}, log_file, options.restarts)
             opened.push_async_callback(engine.close)
             served[base.name] = Served(
                 engine,
                 Places(options.loaded_models, options.loaded_bytes),
-                slots=options.sampling_requests,
+                rows=int(of_engine["max_rows"]),
                 adapters=options.loaded_adapters,
             )
+            opened.push_async_callback(served[base.name].close)
         service = Service(folder, served, options)
         opened.push_async_callback(service.close)
         await service.load()

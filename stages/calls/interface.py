@@ -190,6 +190,12 @@ class Sampler(Protocol):
         """Sample with the weights of ``name``; "": the base model's. The same seed, request and
         weights give the same tokens, up to rounding. Raises CallRefused, SamplerFailed."""
 
+    async def pause(self) -> None:
+        """Stop all sequences at their next token."""
+
+    async def resume(self) -> None:
+        """Go on with them."""
+
     async def close(self) -> None: ...
 
 

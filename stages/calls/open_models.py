@@ -55,6 +55,10 @@ class OpenModels(Generic[Engine]):
     def __contains__(self, name: str) -> bool:
         return name in self._models
 
+    def engines(self) -> list[Engine]:
+        """Return those that are open."""
+        return [each.engine for each in self._models.values() if each.engine is not None]
+
     async def put(self, name: str, weights: Mapping[str, Any], step: int) -> None:
         """Make ``weights`` those of ``name``. Raises WeightMismatch where its engine refuses
         them."""

@@ -10,10 +10,11 @@ Rows start in the order of the calls: the caller bounds how many a client has in
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -82,6 +83,8 @@ class EngineSampler:
         self._whole = None if make_whole is None else OpenModels(make_whole, most_whole)
         self._sets = None if room is None else OpenModels(partial(_AdapterSet, engine), room)
         self._groups = itertools.count()
+        self._going = asyncio.Event()
+        self._going.set()
 
     async def put(
         self, name: str, options: ModelOptions, weights: Mapping[str, Any], step: int
@@ -132,6 +135,7 @@ class EngineSampler:
                 raise _refused(field, value, "is out of range", f"give {least} to {most}")
         if name and name not in self._options:
             raise _refused("model", name, "has no weights here", "put them first")
+        await self._going.wait()
         try:
             async with self._engine_of(name) as (engine, adapters):
                 group = self._group(request, seed, adapters, engine.context)
@@ -147,6 +151,23 @@ class EngineSampler:
                 raise
             wrong = str(error) if isinstance(error, WeightMismatch) else "was removed"
             raise _refused("model", name, wrong) from error
+
+    async def pause(self) -> None:
+        """See :class:`~stages.calls.interface.Sampler`. Calls wait too."""
+        self._going.clear()
+        for engine in self._engines():
+            with suppress(EngineClosed):
+                await engine.pause()
+
+    async def resume(self) -> None:
+        """See :class:`~stages.calls.interface.Sampler`."""
+        self._going.set()
+        for engine in self._engines():
+            with suppress(EngineClosed):
+                await engine.resume()
+
+    def _engines(self) -> list[SamplingEngine]:
+        return [self._engine, *(self._whole.engines() if self._whole is not None else ())]
 
     async def close(self) -> None:
         """Close all engines; calls in flight raise EngineClosed. May be called again."""

@@ -11,6 +11,8 @@ from stages.calls.interface import CalledModel, ModelOptions, Sampler, ServedBas
 if TYPE_CHECKING:
     from orchestration.calls.engines.ranks import Ranks
 
+MAX_ROWS = 64  # that are sampled at once, unless an engine's options say it
+
 
 @dataclass(frozen=True)
 class Parts:

@@ -190,6 +190,14 @@ class _Engine:
             await self._sampler.remove(head["name"])
         return {}, b""
 
+    async def do_pause(self, head: dict[str, Any], _: bytes) -> Message:
+        await self._parts.sampler.pause()
+        return {}, b""
+
+    async def do_resume(self, head: dict[str, Any], _: bytes) -> Message:
+        await self._parts.sampler.resume()
+        return {}, b""
+
     async def do_sample(self, head: dict[str, Any], blob: bytes) -> Message:
         if head["name"] not in self._names:
             raise Absent

@@ -1,21 +1,27 @@
 """A served base model: its engine, the turns and places at it, and what it samples with.
 
-sample ─▶ does the engine have the weights? ─ no ─▶ put them there, from their folder ─▶ a slot ─▶ tokens
+sample ─▶ does the engine have the weights? ─ no ─▶ put them there, from their folder ─▶ slots ─▶ tokens
+EngineTime ─▶ has sampling to stop? ─▶ pause or resume ─▶ the engine's sampler
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import structlog
+
 from orchestration.calls.engines.channel import Message
-from orchestration.calls.engines.engine import Engine
-from orchestration.calls.engines.turns import Places, Turns
+from orchestration.calls.engines.engine import Engine, EngineDied, EngineDown, EngineFailed
+from orchestration.calls.engines.turns import REVIEW_SECONDS, EngineTime, Places
 from stages.calls.interface import ModelOptions
+
+log = structlog.get_logger()
 
 NOWHERE = (-1, 0)  # process and step of weights that no engine has
 
@@ -33,23 +39,23 @@ class Weights:
 
 
 class Served:
-    """``engine`` with turns of its training thread, ``slots`` for samples, ``places`` of models, and
+    """``engine`` with turns of its training thread, ``rows`` for samples, ``places`` of models, and
     weights of at most ``adapters`` samplers."""
 
-    def __init__(self, engine: Engine, places: Places, *, slots: int, adapters: int) -> None:
+    def __init__(self, engine: Engine, places: Places, *, rows: int, adapters: int) -> None:
         self.engine = engine
         self.places = places
-        self.training = Turns(1)
-        self._sampling = Turns(slots)
+        self._time = EngineTime(rows)
+        self.training = self._time.training
         self._most = adapters
         # by name: the engine's process, and the step of the weights; the longest unused first
         self._held = OrderedDict[str, tuple[int, int]]()
         self._users = Counter[str]()
-        self._putting = asyncio.Lock()
+        self._steering = asyncio.create_task(self._steer())
 
     async def put(self, weights: Weights, owner: str, *, live: bool) -> None:
         """Give the sampler the weights; ``live``: those that the model in training has now."""
-        async with self._putting, self.training.turn(owner, weights.name):
+        async with self.training.turn(owner, weights.name):
             await self._put(weights, live=live)
 
     async def _put(self, weights: Weights, *, live: bool) -> None:
@@ -67,25 +73,30 @@ class Served:
                 await self.remove(name)
 
     async def sample(
-        self, weights: Weights | None, owner: str, sampler_id: str, seed: int, request: bytes
+        self,
+        weights: Weights | None,
+        owner: str,
+        sampler_id: str,
+        seed: int,
+        request: bytes,
+        rows: int,
     ) -> Message:
-        """Return what the engine answers; ``weights`` None: the base model's. Raises what
-        :meth:`Engine.call` does."""
+        """Return what the engine answers; ``weights`` None: the base model's, ``rows``: sequences of
+        the request. Raises what :meth:`Engine.call` does."""
         name = "" if weights is None else weights.name
         async with self._using(name):
             if weights is not None:
                 await self._ensure(weights, owner)
-            async with self._sampling.turn(owner, sampler_id):
+            async with self._time.sampling.turn(owner, sampler_id, rows):
                 return await self.engine.call("sample", request, name=name, seed=seed)
 
     async def _ensure(self, weights: Weights, owner: str) -> None:
         if self._has(weights):
             self._held.move_to_end(weights.name)
             return
-        async with self._putting:
+        async with self.training.turn(owner, weights.name):
             if not self._has(weights):
-                async with self.training.turn(owner, weights.name):
-                    await self._put(weights, live=False)
+                await self._put(weights, live=False)
 
     def _has(self, weights: Weights) -> bool:
         generation, step = self._held.get(weights.name, NOWHERE)
@@ -105,3 +116,28 @@ class Served:
         """Forget weights, if the engine has them and no request needs them."""
         if not self._users[name] and self._held.pop(name, NOWHERE)[0] == self.engine.generation:
             await self.engine.call("remove", name=name)
+
+    async def _steer(self) -> None:
+        """Have the engine's sampler stop and go on, as owners use their time."""
+        paused_process = NOWHERE[0]
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._time.seconds_to_review):
+                    await self._time.changed.wait()
+            self._time.review()
+            self._time.changed.clear()
+            is_paused = paused_process == self.engine.generation
+            if is_paused == self._time.sampling.is_stopped:
+                continue
+            try:
+                await self.engine.call("resume" if is_paused else "pause")
+            except (EngineDied, EngineDown, EngineFailed) as error:
+                log.error("a sampler could not be paused or resumed", reason=str(error))
+                await asyncio.sleep(REVIEW_SECONDS)
+                if is_paused:
+                    continue  # a part of it may be
+            paused_process = NOWHERE[0] if is_paused else self.engine.generation
+
+    async def close(self) -> None:
+        self._steering.cancel()
+        await asyncio.wait([self._steering])

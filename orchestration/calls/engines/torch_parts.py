@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from orchestration.calls.engines.parts import Parts
+from orchestration.calls.engines.parts import MAX_ROWS, Parts
 from orchestration.calls.engines.ranks import Ranks, joined_store, wait_for_all
 from orchestration.recipe.model_files import PLAIN_MODELS, end_tokens
 from stages.calls.base import TorchBase
@@ -33,7 +33,7 @@ async def open_parts(base: ServedBase, options: Mapping[str, Any]) -> Parts:
     :func:`start_ranks`."""
     options = dict(options)
     sampling = {
-        "max_rows": options.pop("max_rows", 64),
+        "max_rows": options.pop("max_rows", MAX_ROWS),
         "threads": options.pop("sampling_threads", options.get("threads")),
         "device": options.pop("sampling_device", None),
         "vllm": options.pop("vllm", None),

@@ -108,6 +108,8 @@ class SmallSampler:
 
     def __init__(self) -> None:
         self._weights: dict[str, tuple[np.ndarray, int]] = {"": (np.zeros(WIDTH), 0)}
+        self._going = asyncio.Event()
+        self._going.set()
 
     async def put(
         self, name: str, options: ModelOptions, weights: Mapping[str, Any], step: int
@@ -119,11 +121,18 @@ class SmallSampler:
 
     async def sample(self, name: str, request: SampleRequest, seed: int) -> SampleOutput:
         await asyncio.sleep(int(request.prompt[0]) / 100)
+        await self._going.wait()
         weights, step = self._weights[name]
         count = request.options.max_tokens or WIDTH
         digits = (np.abs(weights[:count]) * 1000).astype(np.int32)
         sequence = SampledSequence(digits, digits.astype(np.float32), False, ((step, len(digits)),))
         return SampleOutput([sequence] * request.count)
+
+    async def pause(self) -> None:
+        self._going.clear()
+
+    async def resume(self) -> None:
+        self._going.set()
 
     async def close(self) -> None:
         pass
