@@ -271,7 +271,7 @@ class Session:
                 if request.attempts >= self._options.attempts:
                     outcome = Failed(str(error), by_client=False, again=True)
             except EngineDown as error:
-                outcome = Failed(str(error), by_client=False, again=True)
+                outcome = Failed(str(error), by_client=False, again=not error.is_lasting)
             except EngineFailed as error:
                 outcome = Failed(str(error), by_client=False)
             except Exception as error:

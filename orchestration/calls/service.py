@@ -255,9 +255,11 @@ class Service:
         return Acknowledged(request_id, model_id)
 
     def _must_start(self, base: str) -> None:
-        """Raise Busy where nothing would serve a call on ``base``."""
-        if self._served[base].engine.down:
-            raise Busy(f"the engine of {base!r} does not start; its log has the reason", 30.0)
+        """Raise CallRefused where nothing will serve a call on ``base``, and Busy where nothing does
+        now."""
+        down = self._served[base].engine.down
+        if down is not None:
+            raise CallRefused(message=str(down)) if down.is_lasting else Busy(str(down), 30.0)
 
     async def refuse(
         self, owner: str, model_id: str, seq_id: int, kind: Kind, message: str

@@ -45,7 +45,7 @@ from stages.calls.interface import CallRefused
 
 log = structlog.get_logger()
 
-PAUSE_SECONDS = 1.0  # until an engine that is down, or has failed, is tried again
+PAUSE_SECONDS = 1.0  # until an engine that has failed is tried again
 CHANGING = ("forward_backward", "optim_step", "load_weights")
 RECORDED = ("loss:sum", "tokens:sum")  # metrics of a pass, beside its answer
 
@@ -94,8 +94,8 @@ class TrainedModel:
                     await self._serve_one()
             except EngineDied:
                 pass
-            except EngineDown:
-                await asyncio.sleep(PAUSE_SECONDS)
+            except EngineDown as error:
+                self._refuse_next(str(error))
             except Exception:
                 log.exception("a model's calls wait", model=self.facts.model_id)
                 await asyncio.sleep(PAUSE_SECONDS)
@@ -165,6 +165,16 @@ class TrainedModel:
         self._cursor = seq
         if request.kind == "optim_step" and self.history.is_long:
             await self._save_state()
+
+    def _refuse_next(self, reason: str) -> None:
+        """Let the next call fail, as there is no engine for it."""
+        served = self.history.served
+        if served + 1 not in self.history.unserved:
+            return
+        request = self.history.after(served)
+        log.error("a call has failed", request=request.request_id, reason=reason)
+        self.history.answer(request, Failed(reason, by_client=False), {})
+        self.failure = self.failure or self.history.failure
 
     def _suspect(self, reason: str) -> None:
         """Let the next optimizer step fail, for the first such ``reason``."""

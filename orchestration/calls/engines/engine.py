@@ -2,6 +2,7 @@
 
 call ─▶ wait until it is ready ─▶ message ─▶ answer, or EngineDied: it has lost all of its models
 keep ─▶ start ─▶ ready ─▶ answers … ─▶ its end ─▶ a pause that doubles ─▶ start
+              └▶ what no restart can mend: it stays down
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ class EngineDied(RuntimeError):
 
 
 class EngineDown(RuntimeError):
-    """The process does not start any more; the message names its log."""
+    """The process does not start any more; the message has the reason. ``is_lasting``: no restart
+    can mend it."""
+
+    def __init__(self, message: str, *, is_lasting: bool) -> None:
+        super().__init__(message)
+        self.is_lasting = is_lasting
 
 
 class EngineFailed(RuntimeError):
@@ -53,7 +59,8 @@ class Engine:
     """The process that serves ``base``. ``entry``: "module:function" that opens its parts (an
     :data:`~orchestration.calls.engines.parts.Opening`) with ``options`` and those of ``base``,
     which come first; ``log_file``: of its output; ``restarts``: ends without any answer before,
-    after which it counts as down."""
+    after which it counts as down. It is down at once where its process says that another start
+    would fail in the same way."""
 
     def __init__(
         self,
@@ -83,6 +90,8 @@ class Engine:
         )
         self._restarts = restarts
         self._failures = 0
+        self._reason = ""  # that its process gave for its end
+        self._is_lasting = False
         self._writer: asyncio.StreamWriter | None = None
         self._changed = asyncio.Condition()
         self._numbers = itertools.count(1)
@@ -90,19 +99,25 @@ class Engine:
         self._keeping = asyncio.create_task(self._keep())
 
     @property
-    def down(self) -> bool:
-        return self._writer is None and self._failures > self._restarts
+    def down(self) -> EngineDown | None:
+        """Why it does not start any more."""
+        if self._writer is not None or not (self._is_lasting or self._failures > self._restarts):
+            return None
+        reason = self._reason or "its process ended without a word"
+        return EngineDown(
+            f"the engine of {self.base.name!r} does not start: {reason} ({self._launch.log} has "
+            f"more)",
+            is_lasting=self._is_lasting,
+        )
 
     async def call(self, operation: str, blob: bytes = b"", **fields: Any) -> Message:
         """Return the answer. Raises CallRefused, NotFinite, EngineFailed, EngineDied, and
         EngineDown."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._writer is not None or self.down)
-        if self._writer is None:
-            raise EngineDown(
-                f"the engine of {self.base.name!r} has ended {self._failures} times at its start; "
-                f"{self._launch.log} has the reason"
-            )
+            await self._changed.wait_for(lambda: self._writer is not None or self.down is not None)
+        if (down := self.down) is not None:
+            raise down
+        assert self._writer is not None
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
@@ -133,10 +148,14 @@ class Engine:
             self._failures += 1
             async with self._changed:
                 self._changed.notify_all()
+            if self._is_lasting:
+                log.error("an engine cannot start", base=self.base.name, reason=self._reason)
+                return
             pause = min(FIRST_PAUSE * 2 ** (self._failures - 1), LONGEST_PAUSE)
             log.error(
                 "an engine has ended",
                 base=self.base.name,
+                reason=self._reason,
                 output=self._launch.log,
                 failures=self._failures,
                 seconds_to_start=pause,
@@ -150,7 +169,12 @@ class Engine:
             process = self.process = spawn(self._launch, engine_end.fileno())
         reader, writer = await asyncio.open_connection(sock=server_end, limit=BUFFER_BYTES)
         try:
-            if await receive(reader) is None:
+            self._reason = ""
+            if (first := await receive(reader)) is None:
+                return
+            if "failed" in first[0]:
+                self._reason = first[0]["failed"]
+                self._is_lasting = first[0]["is_lasting"]
                 return
             self.generation += 1
             async with self._changed:

@@ -34,6 +34,7 @@ from orchestration.calls.engines.encoding import (
 )
 from orchestration.calls.engines.parts import Opening, Parts
 from orchestration.streams import open_outputs
+from pipeline.problems import Fatal, Passing
 from stages.calls.interface import (
     CalledModel,
     CallRefused,
@@ -191,11 +192,11 @@ class _Engine:
         return {}, b""
 
     async def do_pause(self, head: dict[str, Any], _: bytes) -> Message:
-        await self._parts.sampler.pause()
+        await self._sampler.pause()
         return {}, b""
 
     async def do_resume(self, head: dict[str, Any], _: bytes) -> Message:
-        await self._parts.sampler.resume()
+        await self._sampler.resume()
         return {}, b""
 
     async def do_sample(self, head: dict[str, Any], blob: bytes) -> Message:
@@ -221,12 +222,30 @@ def _nbytes(tensor: Any) -> int:
     return int(tensor.nbytes)
 
 
+def _may_pass(error: Exception) -> bool:
+    """Return whether another start may succeed after ``error``: memory, devices and disks come
+    back; files, options and code stay as they are."""
+    if isinstance(error, Fatal | FileNotFoundError | NotImplementedError):
+        return False
+    if isinstance(error, OSError):
+        return error.errno is not None  # of the system, not of a library that reads a model
+    return isinstance(error, Passing | MemoryError | RuntimeError)
+
+
 async def _serve(settings: Mapping[str, Any]) -> None:
     connection = socket.socket(fileno=os.dup(0))
     reader, writer = await asyncio.open_connection(sock=connection, limit=BUFFER_BYTES)
     module, _, name = settings["entry"].partition(":")
     opening: Opening = getattr(import_module(module), name)
-    engine = _Engine(await opening(ServedBase(**settings["base"]), settings["options"]))
+    try:
+        parts = await opening(ServedBase(**settings["base"]), settings["options"])
+    except Exception as error:
+        log.exception("the engine cannot start")
+        reason = f"{type(error).__name__}: {error}"
+        send(writer, {"number": 0, "failed": reason, "is_lasting": not _may_pass(error)})
+        await writer.drain()
+        os._exit(1)
+    engine = _Engine(parts)
     send(writer, {"number": 0})
     answering = set[asyncio.Task[None]]()
 

@@ -31,6 +31,7 @@ from stages.calls.interface import (
 
 WIDTH = 8
 KILLING_TOKEN = 666_666  # ends the process of an engine that trains on it
+NO_MEMORY = "no-memory"  # a file in that folder: the number of starts for which there is none
 CALLS = "calls.txt"  # what the engine did, a line each, in the folder of option "folder"
 
 
@@ -155,9 +156,12 @@ class Told(SmallModel):
 
 
 async def open_parts(base: ServedBase, options: Mapping[str, Any]) -> Parts:
-    if base.source == "missing":
-        raise FileNotFoundError(base.source)
-    file = Path(options["folder"]) / CALLS
+    folder = Path(options["folder"])
+    starts = folder / NO_MEMORY
+    if starts.exists() and (count := int(starts.read_text())):
+        starts.write_text(str(count - 1))
+        raise MemoryError("no room for the weights")
+    file = folder / CALLS
 
     def new_model(each: ModelOptions) -> SmallModel:
         seed = os.getpid() if options.get("drifts") else each.seed

@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from orchestration.calls.bases import describe_bases
 from orchestration.calls.interface import Busy, Failed
 from orchestration.calls.journal import JournalDamaged
-from orchestration.calls.service import TORCH_ENTRY
+from orchestration.calls.service import TORCH_ENTRY, open_service
 from orchestration.processes.handles import Process
 from pipeline.locks import Locked
-from stages.calls.interface import ModelOptions, ServedBase
+from stages.calls.interface import CallRefused, ModelOptions
+from stages.model.load import tiny_model, tiny_tokenizer
 from tests.orchestration.calls.services import (
     ENTRY,
     SECONDS,
@@ -33,7 +35,7 @@ from tests.orchestration.calls.services import (
     prompt,
     small_service,
 )
-from tests.orchestration.calls.small_engine import KILLING_TOKEN
+from tests.orchestration.calls.small_engine import KILLING_TOKEN, NO_MEMORY
 
 CALLS = 60
 KILLS = 10
@@ -214,19 +216,61 @@ async def test_a_call_that_ends_the_engine_each_time_fails_and_the_others_go_on(
         assert metrics == await client.done(f"{client.model_id}:4")  # of the same data
 
 
-async def test_an_engine_that_does_not_start_is_said(tmp_path: Path) -> None:
-    missing = ServedBase("small", "missing", 1000, "x")
-    async with small_service(tmp_path, bases=[missing], restarts=1) as service:
+async def test_a_model_whose_files_are_damaged_fails_all_calls_at_once_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    source = tmp_path / "model"
+    tiny_model(0).save_pretrained(source)
+    tiny_tokenizer().save_pretrained(source)
+    bases = describe_bases({"small": str(source)}, tmp_path)
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    data = tmp_path / "data"
+    async with open_service(data, bases, engine_options={"device": "cpu"}) as service:
         session = await service.open_session("ann", tags=[], metadata={})
         sampler = await service.open_sampler("ann", session, 0, base="small", path=None)
+        created = await service.create_model("ann", session, 0, "small", ModelOptions(), {})
+        client = Client(service, session, 0, "ann")
+        requests = [created, await client.train(datum(1)), await client.step()]
+        requests.append(await service.sample("ann", sampler.sampler_id, 0, prompt()))
+        for request in requests:
+            result = await service.result("ann", request.request_id, SECONDS)
+            assert isinstance(result, Failed)
+            assert not result.by_client
+            assert not result.again
+            assert "the engine of 'small' does not start: SafetensorError" in result.message
+        with pytest.raises(CallRefused, match="does not start: SafetensorError"):
+            await service.create_model("ann", session, 1, "small", ModelOptions(), {})
+    assert (data / "engine-0.log").read_text().count("the engine cannot start") == 1
+
+
+async def test_an_engine_that_has_no_memory_is_started_until_there_is_some(tmp_path: Path) -> None:
+    (tmp_path / NO_MEMORY).write_text("2")
+    with capture_logs() as logs:
+        async with small_service(tmp_path) as service:
+            client = await Client.create(service)
+            await client.done(await client.train(datum(1)))
+    ends = [entry["reason"] for entry in logs if entry["event"] == "an engine has ended"]
+    assert ends == ["MemoryError: no room for the weights"] * 2
+
+
+async def test_after_some_starts_calls_fail_and_later_ones_are_to_be_tried_again(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / NO_MEMORY).write_text("99")
+    async with small_service(tmp_path, restarts=1) as service:
+        session = await service.open_session("ann", tags=[], metadata={})
+        sampler = await service.open_sampler("ann", session, 0, base="small", path=None)
+        created = await service.create_model("ann", session, 0, "small", ModelOptions(), {})
         asked = await service.sample("ann", sampler.sampler_id, 0, prompt())
-        result = await service.result("ann", asked.request_id, SECONDS)
-        assert isinstance(result, Failed)
-        assert result.again
-        assert "engine-0.log has the reason" in result.message
-        with pytest.raises(Busy, match="does not start"):
-            await service.create_model("ann", session, 0, "small", ModelOptions(), {})
-    assert "FileNotFoundError" in (tmp_path / "engine-0.log").read_text()
+        reason = "does not start: MemoryError: no room for the weights"
+        for request, again in ((created, False), (asked, True)):
+            result = await service.result("ann", request.request_id, SECONDS)
+            assert isinstance(result, Failed)
+            assert result.again == again
+            assert reason in result.message
+        with pytest.raises(Busy, match=reason):
+            await service.create_model("ann", session, 1, "small", ModelOptions(), {})
 
 
 async def test_a_full_disk_refuses_calls_whole_and_the_service_goes_on(tmp_path: Path) -> None:
