@@ -86,6 +86,10 @@ class TrainedModel:
     def facts(self) -> Facts:
         return self.history.facts
 
+    @property
+    def owner(self) -> str:
+        return self.facts.owner
+
     async def _run(self) -> None:
         while True:
             await self._wait_for_a_call()

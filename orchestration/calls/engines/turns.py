@@ -2,7 +2,7 @@
 
 EngineTime  seconds that each owner has used ─┬▶ lane of training: the next turn ─▶ its models in turn
                                               └▶ lane of sampling: the next rows, and whether it stops
-Places      of the models that are loaded ─▶ the one used the longest time ago leaves
+Places      of the models that are loaded ─▶ of the owner with most: the longest unused one leaves
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996): the owner that has used least goes first,
 whatever it asks for. So each of n owners that always want something has an n-th of the engine,
@@ -238,12 +238,16 @@ class _Turn:
 
 
 class Resident(Protocol):
+    @property
+    def owner(self) -> str: ...
+
     async def leave(self) -> None:
         """Release the place, at the end of what is going on."""
 
 
 class Places:
-    """At most ``most`` places, of ``most_bytes`` together."""
+    """At most ``most`` places, of ``most_bytes`` together. Who has the most of them makes room: the
+    many models of one owner do not drive out another's."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most = most
@@ -271,4 +275,6 @@ class Places:
         others = {each: size for each, size in self._bytes.items() if each is not resident}
         if len(others) < self._most and sum(others.values()) + nbytes <= self._most_bytes:
             return None
-        return next((each for each in others if each not in self._taking), None)
+        places = Counter(each.owner for each in (resident, *others))
+        leaving = [each for each in others if each not in self._taking]
+        return max(leaving, key=lambda each: places[each.owner], default=None)

@@ -259,6 +259,7 @@ async def test_a_cancelled_wait_takes_no_turn() -> None:
 class Guest:
     left: list[str]
     name: str = ""
+    owner: str = "ann"
     events: list[str] = field(default_factory=list)
 
     async def leave(self) -> None:
@@ -277,6 +278,17 @@ async def test_the_model_that_was_used_the_longest_time_ago_leaves() -> None:
     assert left == ["b"]
     await places.take(guests["d"], 95)  # there is no room beside it
     assert left == ["b", "a", "c"]
+
+
+async def test_many_models_of_an_owner_make_room_for_each_other_alone() -> None:
+    left = list[str]()
+    places = Places(3, 100)
+    await places.take(Guest(left, "ann's", "ann"), 10)
+    for number in range(9):
+        await places.take(Guest(left, f"bob's {number}", "bob"), 10)
+    assert left == [f"bob's {number}" for number in range(7)]
+    await places.take(Guest(left, "cid's", "cid"), 10)
+    assert left[7:] == ["bob's 7"]
 
 
 async def test_models_that_wait_for_each_others_places_all_get_one() -> None:

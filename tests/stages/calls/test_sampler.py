@@ -104,6 +104,24 @@ async def test_names_sample_with_their_own_weights_at_once() -> None:
         assert made[-1] == tuple(expected.tolist())
 
 
+async def test_a_sampler_that_is_paused_makes_no_token_and_then_the_same_ones() -> None:
+    """Of sequences under way and new ones, of adapters and whole models, which can be put meanwhile."""
+    long = replace(GREEDY, max_tokens=200)
+    names = ("", "adapter", "whole")
+    async with sampling(make_whole=engine) as sampler:
+        await sampler.put("adapter", ModelOptions(4), adapter(4), 1)
+        await sampler.put("whole", ModelOptions(0), other_model(3), 1)
+        expected = [await tokens_of(sampler, name, options=long) for name in names]
+        asked = [asyncio.create_task(tokens_of(sampler, name, options=long)) for name in names]
+        await asyncio.sleep(0)
+        await sampler.pause()
+        asked += [asyncio.create_task(tokens_of(sampler, name, options=long)) for name in names]
+        await sampler.put("other", ModelOptions(2), adapter(2), 1)
+        assert not any(task.done() for task in asked)
+        await sampler.resume()
+        assert await asyncio.gather(*asked) == expected * 2
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 async def test_newer_weights_are_used_in_flight_with_their_step(rank: int) -> None:
     """Of the name that they are put for alone."""
