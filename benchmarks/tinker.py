@@ -3,6 +3,7 @@ own run of the same job.
 
     python -m venv client && client/bin/pip install tinker==0.38.0
     python -m benchmarks.tinker [--client client/bin/python] [--model smollm2] [--json FILE]
+    python -m benchmarks.tinker --client client/bin/python --flood-alone
     python -m benchmarks.tinker --client client/bin/python --smoke
 
 The server is ``asyncdock tinker`` in a process of its own, and the client is Tinker's SDK, over
@@ -14,7 +15,8 @@ the client's) vary less than those of the clock.
 
     loop      tokens a second of one tenant's loop, of our run, and of all tenants together
     times     an optimizer step after a pass of one token; a sample of one token
-    flood     one tenant's step while the others have passes and samples under way all the time
+    flood     one tenant's step while another one, another one with many models, or all others have
+              passes and samples under way all the time, over its step alone, in turn
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ RATES = ("rate", "processor_rate")
 PROMPTS = 256  # of the run, which the client uses in the same order
 SAMPLED_EVERY = 0.1  # seconds between two readings of the processor's time
 UNCOUNTED = 2  # first steps
+MODELS = 15  # of a tenant that floods with many
 
 
 @dataclass(frozen=True)
@@ -173,10 +176,11 @@ def keys(folder: Path, tenants: int) -> list[str]:
     ]
 
 
+@contextmanager
 def client(
     python: str, environment: dict[str, str], job: Job, mode: str, **fields: Any
-) -> list[dict[str, Any]]:
-    """Run the client, and return what it tells."""
+) -> Iterator[Iterator[dict[str, Any]]]:
+    """Run the client, and give what it tells. It is ended with the context."""
     facts = {
         "mode": mode,
         "base": Path(job.model).name,
@@ -188,15 +192,22 @@ def client(
         "prompts": prompts(job),
         **fields,
     }
-    done = subprocess.run(
+    process = subprocess.Popen(
         [python, "-P", "-W", "ignore", str(CLIENT)],
-        input=json.dumps(facts),
         env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        check=True,
     )
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(facts))
+        process.stdin.close()
+        try:
+            yield map(json.loads, process.stdout)
+        finally:
+            process.terminate()
 
 
 def prompts(job: Job) -> list[list[int]]:
@@ -239,6 +250,38 @@ def milliseconds(values: Sequence[float]) -> dict[str, float]:
     return {name: 1e3 * quantile(values, share) for name, share in (("p50", 0.5), ("p99", 0.99))}
 
 
+def report(
+    arms: dict[str, list[Arm]], phases: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Print what the loop, our run and single calls take, and return it."""
+    measured: dict[str, Any] = {
+        call: milliseconds([facts[call] for facts in times if call in facts])
+        for call in ("optim_step", "sample")
+    }
+    measured["phases"] = {
+        name: statistics.median(step[name] / step["seconds"] for step in phases)
+        for name in ("sampling", "training", "saving")
+    }
+    print("| | tokens/s | tokens a processor second |\n|---|---|---|")
+    for name, of_name in arms.items():
+        rates = [statistics.median(getattr(arm, rate) for arm in of_name) for rate in RATES]
+        measured[name] = dict(zip(RATES, rates, strict=True))
+        print(f"| {name} | {rates[0]:,.0f} | {rates[1]:,.0f} |")
+    ratios = [
+        statistics.median(
+            getattr(one, rate) / getattr(other, rate)
+            for one, other in zip(arms["tinker"], arms["run"], strict=True)
+        )
+        for rate in RATES
+    ]
+    measured["ratio"] = dict(zip(RATES, ratios, strict=True))
+    print(f"| tinker over run | {ratios[0]:.2f} | {ratios[1]:.2f} |\n")
+    for call in ("optim_step", "sample"):
+        print(f"{call}: {measured[call]['p50']:.1f} ms (p50), {measured[call]['p99']:.1f} ms (p99)")
+    print("of a step:", {name: round(share, 2) for name, share in measured["phases"].items()})
+    return measured
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--client", default=sys.executable, help="python that has tinker")
@@ -251,7 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=2, help="turns of the two arms")
     parser.add_argument("--calls", type=int, default=100, help="of which the times are taken")
     parser.add_argument("--tenants", type=int, default=16)
-    parser.add_argument("--flood", type=int, default=2, help="passes and samples of each other")
+    parser.add_argument("--flood", type=int, default=2, help="passes and samples of each model")
+    parser.add_argument("--flood-alone", action="store_true", help="measure nothing else")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--smoke", action="store_true", help="a few steps: whether it works")
     parser.add_argument("--json", type=Path)
@@ -280,56 +324,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with server(job, data) as (process, environment), ProcessorTime(process) as processor:
             tenants = keys(data, options.tenants)
 
-            def steps(mode: str, number: int, **fields: Any) -> list[dict[str, Any]]:
-                told = client(
-                    options.client, environment, job, mode, keys=tenants[:number], **fields
-                )
-                return [facts for facts in told if "tokens" in facts]
+            def told(mode: str, keys: Sequence[str], **fields: Any) -> list[dict[str, Any]]:
+                with client(options.client, environment, job, mode, keys=keys, **fields) as facts:
+                    return list(facts)
 
-            arms = {"tinker": list[Arm](), "run": list[Arm]()}
-            phases = list[dict[str, Any]]()
-            for number in range(options.repeats):
-                made = steps("loop", 1)
-                phases += made[UNCOUNTED:]
-                arms["tinker"].append(loop_arm(made, processor))
-                arms["run"].append(run_arm(job, home, number))
-            told = client(
-                *(options.client, environment, job, "times"),
-                keys=tenants[:1],
-                calls=options.calls,
-            )
-            for call in ("optim_step", "sample"):
-                seconds = [facts[call] for facts in told if call in facts]
-                measured[call] = milliseconds(seconds)
-            alone = steps("loop", 1)[UNCOUNTED:]
-            arms["all tenants"] = [loop_arm(steps("loop", options.tenants), processor)]
-            flooded = steps("flood", options.tenants, flood=options.flood)[UNCOUNTED:]
-    measured["phases"] = {
-        name: statistics.median(step[name] / step["seconds"] for step in phases)
-        for name in ("sampling", "training", "saving")
-    }
-    print("| | tokens/s | tokens a processor second |\n|---|---|---|")
-    for name, of_name in arms.items():
-        rates = [statistics.median(getattr(arm, rate) for arm in of_name) for rate in RATES]
-        measured[name] = dict(zip(RATES, rates, strict=True))
-        print(f"| {name} | {rates[0]:,.0f} | {rates[1]:,.0f} |")
-    ratios = [
-        statistics.median(
-            getattr(one, rate) / getattr(other, rate)
-            for one, other in zip(arms["tinker"], arms["run"], strict=True)
-        )
-        for rate in RATES
-    ]
-    measured["ratio"] = dict(zip(RATES, ratios, strict=True))
-    print(f"| tinker over run | {ratios[0]:.2f} | {ratios[1]:.2f} |\n")
-    for call in ("optim_step", "sample"):
-        print(f"{call}: {measured[call]['p50']:.1f} ms (p50), {measured[call]['p99']:.1f} ms (p99)")
-    print("of a step:", {name: round(share, 2) for name, share in measured["phases"].items()})
-    slower = statistics.median(step["seconds"] for step in flooded) / statistics.median(
-        step["seconds"] for step in alone
-    )
-    measured["flooded_step"] = slower
-    print(f"a step while {options.tenants - 1} others flood: {slower:.2f} × as long as alone")
+            def steps(keys: Sequence[str]) -> list[dict[str, Any]]:
+                return [facts for facts in told("loop", keys) if "tokens" in facts]
+
+            def seconds() -> float:
+                """Return the median of a step of the first tenant."""
+                counted = steps(tenants[:1])[UNCOUNTED:]
+                return statistics.median(step["seconds"] for step in counted)
+
+            def flooded(keys: Sequence[str]) -> float:
+                """Return how many times as long a step takes in a flood as alone."""
+                alone = seconds()
+                flood = {"keys": keys, "flood": options.flood}
+                with client(options.client, environment, job, "flood", **flood) as facts:
+                    next(facts)  # it is ready
+                    return seconds() / alone
+
+            if not options.flood_alone:
+                arms = {"tinker": list[Arm](), "run": list[Arm]()}
+                phases = list[dict[str, Any]]()
+                for number in range(options.repeats):
+                    made = steps(tenants[:1])
+                    phases += made[UNCOUNTED:]
+                    arms["tinker"].append(loop_arm(made, processor))
+                    arms["run"].append(run_arm(job, home, number))
+                times = told("times", tenants[:1], calls=options.calls)
+                arms["all tenants"] = [loop_arm(steps(tenants), processor)]
+                measured |= report(arms, phases, times)
+            others = options.tenants - 1
+            floods = {
+                "another tenant floods": tenants[1:2],
+                f"another tenant floods with {MODELS} models": tenants[1:2] * MODELS,
+                f"{others} others flood": tenants[1:],
+            }
+            measured["flooded"] = {}
+            for name, keys_of_models in floods.items():
+                ratios = [flooded(keys_of_models) for _ in range(options.repeats)]
+                measured["flooded"][name] = ratios
+                print(
+                    f"a step while {name}: {statistics.median(ratios):.2f} × as long as alone "
+                    f"({min(ratios):.2f} to {max(ratios):.2f}), load {os.getloadavg()[0]:.0f}"
+                )
     if options.json:
         options.json.write_text(json.dumps(measured))
     return 0

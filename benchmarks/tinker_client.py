@@ -107,12 +107,12 @@ async def loop(job: dict[str, Any]) -> None:
 
 
 async def flood(job: dict[str, Any]) -> None:
-    """The first tenant makes its steps; the others have ``flood`` passes and samples each under
-    way all the time."""
-    first, *others = [Tenant(job, key, str(number)) for number, key in enumerate(job["keys"])]
-    for tenant in (first, *others):
+    """The models, those of one key a tenant's, have ``flood`` passes and samples each under way
+    until the program is ended."""
+    tenants = [Tenant(job, key, str(number)) for number, key in enumerate(job["keys"])]
+    for tenant in tenants:
         await tenant.open()
-    data = await first.group(job["prompts"][0])
+    data = await tenants[0].group(job["prompts"][0])
 
     async def passes(tenant: Tenant) -> None:
         while True:
@@ -124,16 +124,14 @@ async def flood(job: dict[str, Any]) -> None:
             await tenant.sample(job["prompts"][1], job["max_tokens"])
 
     tell(ready=True)
-    flooding = [
-        asyncio.create_task(work(tenant))
-        for tenant in others
-        for work in (passes, samples)
-        for _ in range(job["flood"])
-    ]
-    for number in range(job["steps"]):
-        await first.step(number)
-    for task in flooding:
-        task.cancel()
+    await asyncio.gather(
+        *(
+            work(tenant)
+            for tenant in tenants
+            for work in (passes, samples)
+            for _ in range(job["flood"])
+        )
+    )
 
 
 async def times(job: dict[str, Any]) -> None:
