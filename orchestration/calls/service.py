@@ -86,7 +86,7 @@ async def open_service(
         opened.enter_context(take(folder / "service.lock"))
         served = dict[str, Served]()
         for number, base in enumerate(bases):
-            of_engine = {"max_rows": MAX_ROWS, **base.options, **(engine_options or {})}
+            of_engine = {"max_rows": MAX_ROWS, **(engine_options or {}), **base.options}
             log_file = folder / f"engine-{number}.log"
             engine = Engine(base, entry, engine_options or {}, log_file, options.restarts)
             opened.push_async_callback(engine.close)

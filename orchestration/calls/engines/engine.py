@@ -110,13 +110,17 @@ class Engine:
             is_lasting=self._is_lasting,
         )
 
-    async def call(self, operation: str, blob: bytes = b"", **fields: Any) -> Message:
-        """Return the answer. Raises CallRefused, NotFinite, EngineFailed, EngineDied, and
-        EngineDown."""
+    async def started(self) -> None:
+        """Wait until its process takes calls. Raises EngineDown."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._writer is not None or self.down is not None)
         if (down := self.down) is not None:
             raise down
+
+    async def call(self, operation: str, blob: bytes = b"", **fields: Any) -> Message:
+        """Return the answer. Raises CallRefused, NotFinite, EngineFailed, EngineDied, and
+        EngineDown."""
+        await self.started()
         assert self._writer is not None
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()

@@ -42,7 +42,7 @@ class LoadedModel:
 
     async def call(self, operation: str, blob: bytes = b"", **fields: Any) -> Message:
         try:
-            async with self._served.training.turn(self._owner, self._model_id):
+            async with self._served.turn(self._owner, self._model_id):
                 return await self._served.engine.call(
                     operation, blob, model=self._model_id, **fields
                 )

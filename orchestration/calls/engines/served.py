@@ -46,16 +46,23 @@ class Served:
         self.engine = engine
         self.places = places
         self._time = EngineTime(rows)
-        self.training = self._time.training
         self._most = adapters
         # by name: the engine's process, and the step of the weights; the longest unused first
         self._held = OrderedDict[str, tuple[int, int]]()
         self._users = Counter[str]()
         self._steering = asyncio.create_task(self._steer())
 
+    @asynccontextmanager
+    async def turn(self, owner: str, model: str) -> AsyncIterator[None]:
+        """Hold a turn of the training thread. Nobody holds one while a process starts, for which an
+        owner would be charged. Raises EngineDown."""
+        await self.engine.started()
+        async with self._time.training.turn(owner, model):
+            yield
+
     async def put(self, weights: Weights, owner: str, *, live: bool) -> None:
         """Give the sampler the weights; ``live``: those that the model in training has now."""
-        async with self.training.turn(owner, weights.name):
+        async with self.turn(owner, weights.name):
             await self._put(weights, live=live)
 
     async def _put(self, weights: Weights, *, live: bool) -> None:
@@ -87,6 +94,7 @@ class Served:
         async with self._using(name):
             if weights is not None:
                 await self._ensure(weights, owner)
+            await self.engine.started()
             async with self._time.sampling.turn(owner, sampler_id, rows):
                 return await self.engine.call("sample", request, name=name, seed=seed)
 
@@ -94,7 +102,7 @@ class Served:
         if self._has(weights):
             self._held.move_to_end(weights.name)
             return
-        async with self.training.turn(owner, weights.name):
+        async with self.turn(owner, weights.name):
             if not self._has(weights):
                 await self._put(weights, live=False)
 
