@@ -138,9 +138,32 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """A matrix of ``shape`` in the form that its client has given it: all ``values`` [N] row by row,
+    or those that there are, with ``starts`` int64 [rows + 1] and ``columns`` int64 [N] (CSR)."""
+
+    shape: tuple[int, int]
+    values: np.ndarray
+    starts: np.ndarray | None = None
+    columns: np.ndarray | None = None
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The row of each of the values, int64 [N]."""
+        counts = self.shape[1] if self.starts is None else np.diff(self.starts)
+        return np.repeat(np.arange(self.shape[0]), counts)
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """``count`` responses to one prompt int64 [P]; ``top_k_…``: how many of the likeliest tokens are
-    returned with their logprobs."""
+    returned with their logprobs.
+
+    ``targets`` int64 [P - 1, K]: tokens whose logprobs at the place of prompt token 1, 2, … are
+    returned; -1: none. ``prompt_draws``: how many tokens are drawn at each of these places, at the
+    request's temperature. ``score_last``: logprobs and likeliest tokens are those of so many last
+    tokens of the prompt; None: of all.
+    """
 
     prompt: np.ndarray
     options: SamplingOptions
@@ -148,6 +171,9 @@ class SampleRequest:
     prompt_logprobs: bool = False
     top_k_prompt: int = 0
     top_k_sampled: int = 0
+    targets: Matrix | None = None
+    prompt_draws: int = 0
+    score_last: int | None = None
 
 
 @dataclass(frozen=True)
@@ -166,12 +192,17 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class SampleOutput:
-    """What a sample request gives. ``prompt_logprobs`` float32 [P], NaN at the first token."""
+    """What a sample request gives. ``prompt_logprobs`` float32 [P], NaN at the first token and those
+    before the last ones that are asked for; ``prompt_top``: () there. ``target_logprobs`` float32 in
+    the form of the targets, 0 where there is none. ``drawn``: tokens int64 [P - 1, K] and their
+    logprobs float32, at temperature 1."""
 
     sequences: Sequence[SampledSequence]
     prompt_logprobs: np.ndarray | None = None
     prompt_top: tuple[tuple[tuple[int, float], ...], ...] = ()
     cached_tokens: int = 0
+    target_logprobs: Matrix | None = None
+    drawn: tuple[np.ndarray, np.ndarray] | None = None
 
 
 class Sampler(Protocol):

@@ -32,6 +32,7 @@ from stages.calls.interface import (
     SamplerFailed,
 )
 from stages.calls.open_models import OpenModels
+from stages.calls.prompt_scores import MOST_TOP, Top, check_prompt, score
 from stages.engines.protocols import (
     AdaptersRemoved,
     BoundedEngine,
@@ -49,9 +50,7 @@ from stages.engines.protocols import (
     WeightMismatch,
 )
 
-MOST_TOP = 1024  # alternatives to a token
 MOST_SAMPLES = 1024  # of one request
-Top = tuple[tuple[int, float], ...]
 
 
 class SamplingEngine(
@@ -127,21 +126,26 @@ class EngineSampler:
         Logprobs are those at temperature 1, whatever the request's is. ``stop`` ends a response
         beside the model's end tokens, unless it is empty; the tokens that stop are part of it.
         """
-        for field, least, most in (
-            *(("top_k_prompt", 0, MOST_TOP), ("top_k_sampled", 0, MOST_TOP)),
-            ("count", 1, MOST_SAMPLES),
-        ):
+        for field, least, most in (("top_k_sampled", 0, MOST_TOP), ("count", 1, MOST_SAMPLES)):
             if not least <= (value := getattr(request, field)) <= most:
                 raise _refused(field, value, "is out of range", f"give {least} to {most}")
+        check_prompt(request)
         if name and name not in self._options:
             raise _refused("model", name, "has no weights here", "put them first")
         await self._going.wait()
         try:
             async with self._engine_of(name) as (engine, adapters):
                 group = self._group(request, seed, adapters, engine.context)
-                logprobs, top = await _score(engine, group, request)
+                scores = await score(engine, group, request)
                 sequences, cached = await _generate(engine, group, request.top_k_sampled)
-                return SampleOutput(sequences, logprobs, top, cached)
+                return SampleOutput(
+                    sequences,
+                    scores.logprobs,
+                    scores.top,
+                    cached,
+                    scores.targets,
+                    scores.drawn,
+                )
         except RequestRefused as error:
             raise CallRefused(*error.problems) from error
         except EngineFailed as error:
@@ -249,20 +253,6 @@ async def _put(
     """Give ``engine`` a set of adapters. Raises WeightMismatch, and ValueError without room."""
     rank = next((len(weight) for each, weight in weights.items() if ".lora_A." in each), 1)
     await engine.put_adapters(name, version, weights, scale=ALPHA / rank)
-
-
-async def _score(
-    engine: SamplingEngine, group: GroupRequest, request: SampleRequest
-) -> tuple[np.ndarray | None, tuple[Top, ...]]:
-    """Return the prompt's logprobs float32 [P] and its likeliest tokens, as far as they are asked
-    for."""
-    if not request.prompt_logprobs and not request.top_k_prompt:
-        return None, ()
-    scored = await engine.score_prompt(group, alternatives=request.top_k_prompt)
-    top = ((), *(token.alternatives for token, _ in scored)) if request.top_k_prompt else ()
-    if not request.prompt_logprobs:
-        return None, top
-    return np.array([np.nan, *(token.logprob for token, _ in scored)], np.float32), top
 
 
 async def _generate(

@@ -10,10 +10,10 @@ Code that depends on a library or a device stays behind these two protocols.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -31,6 +31,7 @@ CHANGES = (
     *("repetition_penalty", "frequency_penalty", "presence_penalty", "min_p"),
 )
 FinishReason = Literal["stop", "length", "cut"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -320,6 +321,20 @@ class PromptScoringEngine(Protocol):
         """Return the tokens after the first one of the prompt of ``request``, with their logprobs
         at temperature 1 and as many ``alternatives``, and of each its rank (1: the likeliest).
         Raises ``ValueError`` for a request that cannot be served."""
+
+
+@runtime_checkable
+class PromptReadingEngine(Protocol):
+    """A rollout engine whose logits of prompts a caller may read, in the engine's own process."""
+
+    async def read_prompt(
+        self, request: GroupRequest, first: int, read: Callable[[int, torch.Tensor], T]
+    ) -> list[T]:
+        """Return what ``read(place, logits)`` gives for consecutive parts of the prompt of
+        ``request``: logits float32 [T, V], on the engine's device and not to be changed, predict the
+        tokens at ``place``, ``place + 1``, …; the first part begins at ``first`` >= 1. ``read`` runs
+        between two tokens of other requests. Raises ``ValueError`` for a request that cannot be
+        served."""
 
 
 @runtime_checkable

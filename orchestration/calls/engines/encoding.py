@@ -18,6 +18,7 @@ from stages.calls.interface import (
     AdamOptions,
     Datum,
     LossOptions,
+    Matrix,
     PassOutput,
     SampledSequence,
     SampleOutput,
@@ -58,13 +59,16 @@ def pack_request(request: SampleRequest) -> bytes:
         request.prompt_logprobs,
         request.top_k_prompt,
         request.top_k_sampled,
+        _matrix_fields(request.targets),
+        request.prompt_draws,
+        request.score_last,
     )
     return _pack([request.prompt, asdict(request.options), *rest])
 
 
 def unpack_request(packed: bytes) -> SampleRequest:
     prompt, options, *rest = _unpack(packed)
-    return SampleRequest(prompt, SamplingOptions(**options), *rest)
+    return SampleRequest(prompt, SamplingOptions(**options), *_with_matrix(rest, 4))
 
 
 def pack_output(output: PassOutput | SampleOutput | Mapping[str, Any]) -> bytes:
@@ -75,7 +79,14 @@ def pack_output(output: PassOutput | SampleOutput | Mapping[str, Any]) -> bytes:
             [each.tokens, each.logprobs, each.stopped, each.versions, each.top]
             for each in output.sequences
         ]
-        return _pack([sequences, output.prompt_logprobs, output.prompt_top, output.cached_tokens])
+        rest = (
+            output.prompt_logprobs,
+            output.prompt_top,
+            output.cached_tokens,
+            _matrix_fields(output.target_logprobs),
+            output.drawn,
+        )
+        return _pack([sequences, *rest])
     return _pack(output)
 
 
@@ -85,9 +96,21 @@ def unpack_output(kind: str, packed: bytes) -> PassOutput | SampleOutput | Mappi
         return PassOutput(*value)
     if kind == "sample":
         sequences, *rest = value
-        return SampleOutput([SampledSequence(*each) for each in sequences], *rest)
+        sampled = [SampledSequence(*each) for each in sequences]
+        return SampleOutput(sampled, *_with_matrix(rest, 3))
     output: dict[str, Any] = value
     return output
+
+
+def _matrix_fields(matrix: Matrix | None) -> list[Any] | None:
+    return None if matrix is None else [*vars(matrix).values()]
+
+
+def _with_matrix(values: list[Any], place: int) -> list[Any]:
+    """Return ``values`` with the matrix at ``place``; of an earlier version they end before it."""
+    if len(values) > place and values[place] is not None:
+        values[place] = Matrix(*values[place])
+    return values
 
 
 def _pack(value: Any) -> bytes:

@@ -20,7 +20,8 @@ from pipeline.node import owned_prefix
 from pipeline.problems import Problem
 from stages.calls.base import TorchBase
 from stages.calls.interface import CalledModel, CallRefused, ModelOptions
-from stages.calls.sampler import MOST_TOP, EngineSampler
+from stages.calls.prompt_scores import MOST_TOP
+from stages.calls.sampler import EngineSampler
 from stages.engines.vllm.adapter_sets import AdapterRoom
 from stages.engines.vllm.rollout import VllmMultiAdapterEngine
 from stages.model.load import MADE_FROM_SEED, model_folder

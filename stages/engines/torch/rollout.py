@@ -130,6 +130,8 @@ class TorchRolloutEngine:
         self._context = self._decoder.max_context
         self._paused = self._asleep = False
         self._failed: BaseException | None = None
+        # of a repeated prompt, until a token is made or weights change
+        self._last_read: tuple[tuple[str, int, bytes], torch.Tensor] | None = None
         self._closed = False  # nothing is posted after it is set
         # re-entrant: the garbage collector may post an abort at any point
         self._posting = threading.RLock()
@@ -224,6 +226,7 @@ class TorchRolloutEngine:
                 raise
 
             def put() -> None:
+                self._last_read = None
                 self._decoder.put_adapters(name, adapters, prepared)
                 self._batch.become(version, name)
 
@@ -250,15 +253,11 @@ class TorchRolloutEngine:
     async def score_prompt(
         self, request: GroupRequest, *, alternatives: int
     ) -> list[tuple[Token, int]]:
-        self._check(request)
         ids = request.prompt_ids
-        most = max(1, MOST_LOGITS // self._decoder.vocabulary)
 
-        def run(begin: int) -> list[tuple[Token, int]]:
-            self._refuse_asleep()
+        def read(place: int, logits: torch.Tensor) -> list[tuple[Token, int]]:
             version = self._batch.version_of(request)
-            part = ids[begin : begin + most]
-            logits = self._decoder.score(ids[:begin], part, request.adapters)
+            part = ids[place : place + len(logits)]
             scored = zip(*ranked(logits, part, alternatives), strict=True)
             return [
                 (
@@ -275,9 +274,23 @@ class TorchRolloutEngine:
                 for (token, *others), (logprob, *rest), rank in scored
             ]
 
-        # between parts other rows go on; each part computes the tokens before it again
-        parts = [await self._at_boundary(partial(run, at)) for at in range(1, len(ids), most)]
+        parts = await self.read_prompt(request, 1, read)
         return list(itertools.chain.from_iterable(parts))
+
+    async def read_prompt(
+        self, request: GroupRequest, first: int, read: Callable[[int, torch.Tensor], T]
+    ) -> list[T]:
+        self._check(request)
+        most = max(1, MOST_LOGITS // self._decoder.vocabulary)
+
+        def run(place: int) -> T:
+            self._refuse_asleep()
+            self._batch.version_of(request)
+            return read(place, self._prompt_logits(request, place, most))
+
+        # between parts other rows go on; each part computes the tokens before it again
+        places = range(first, len(request.prompt_ids), most)
+        return [await self._at_boundary(partial(run, place)) for place in places]
 
     async def pause(self) -> None:
         await self._at_boundary(lambda: self._set_paused(True))
@@ -383,6 +396,7 @@ class TorchRolloutEngine:
             torch.set_num_threads(self._threads)
         with torch.inference_mode():
             while self._run_inbox():
+                self._last_read = None
                 try:
                     self._batch.step()
                 except BaseException as error:
@@ -395,6 +409,8 @@ class TorchRolloutEngine:
         """
         while True:
             idle = self._paused or self._asleep or not (self._batch.rows or self._batch.waiting)
+            if idle and self._inbox.empty():
+                self._last_read = None
             try:
                 function = self._inbox.get(block=idle)
             except queue.Empty:
@@ -413,6 +429,19 @@ class TorchRolloutEngine:
         else:
             self._batch.submit(rows)
 
+    def _prompt_logits(self, request: GroupRequest, place: int, most: int) -> torch.Tensor:
+        """Return what predicts the tokens of a prompt from ``place`` on, at most ``most``. Requests
+        of one repeated prompt that wait together share it."""
+        ids = request.prompt_ids
+        key = (request.adapters, place, ids.cpu().numpy().tobytes())
+        if self._last_read is not None and self._last_read[0] == key:
+            return self._last_read[1]
+        self._last_read = None
+        logits = self._decoder.score(ids[:place], ids[place : place + most], request.adapters)
+        if request.is_repeated:
+            self._last_read = key, logits
+        return logits
+
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
@@ -422,6 +451,7 @@ class TorchRolloutEngine:
         began = time.perf_counter()
         if cut:
             self._batch.cut()
+        self._last_read = None
         replaced = self._decoder.weights.install(prepared)
         self._batch.become(version)
         self._paused = self._paused or hold
@@ -429,6 +459,7 @@ class TorchRolloutEngine:
 
     def _fall_asleep(self) -> None:
         self._batch.sleep()
+        self._last_read = None
         self._asleep = True
 
     def _wake(self, version: int, hold: bool) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,13 +18,16 @@ from stages.adapters.options import AdapterOptions
 from stages.calls.interface import (
     ALPHA,
     CallRefused,
+    Matrix,
     ModelOptions,
     SampledSequence,
     Sampler,
     SampleRequest,
     SamplingOptions,
 )
+from stages.calls.prompt_scores import SLICE_VALUES
 from stages.calls.sampler import EngineSampler
+from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.rollout import MOST_LOGITS, TorchRolloutEngine
 from stages.model.load import tiny_model, tiny_tokenizer
 
@@ -247,6 +251,137 @@ async def test_logprobs_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (none.prompt_logprobs, none.prompt_top, none.cached_tokens) == (None, (), 0)
 
 
+@pytest.mark.parametrize("slice_values", [SLICE_VALUES, 2 * VOCABULARY])
+async def test_all_that_is_asked_of_a_prompt_is_what_plain_logits_give(
+    slice_values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one slice, and in several; of the base and of adapters; dense targets and sparse ones."""
+    monkeypatch.setattr("stages.calls.prompt_scores.SLICE_VALUES", slice_values)
+    dense = Matrix((5, 2), np.array([-1, -1, 7, -1, -1, -1, 0, 3, VOCABULARY - 1, -1]))
+    sparse = Matrix(
+        (5, 10**9), np.array([4, 9, -1]), np.array([0, 0, 0, 2, 2, 3]), np.array([1, 2, 0])
+    )
+    options = SamplingOptions(max_tokens=1, temperature=0.0)
+    async with sampling() as sampler:
+        await sampler.put("a", ModelOptions(4), adapter(4), 3)
+        for name in ("", "a"):
+            whole = await sampler.sample(
+                name, ask(options, prompt_logprobs=True, top_k_prompt=3), 0
+            )
+            plain = whole.prompt_logprobs
+            assert plain is not None
+            exact = await exact_logprobs(sampler, name)
+            for last in (1, 3, 5):
+                request = ask(options, prompt_logprobs=True, top_k_prompt=3, score_last=last)
+                output = await sampler.sample(name, request, 0)
+                assert output.prompt_logprobs is not None
+                assert np.isnan(output.prompt_logprobs[:-last]).all()
+                assert np.allclose(output.prompt_logprobs[-last:], plain[-last:], atol=1e-5)
+                assert output.prompt_top[:-last] == ((),) * (6 - last)
+                assert ids_of(output.prompt_top[-last:]) == ids_of(whole.prompt_top[-last:])
+            for targets in (dense, sparse):
+                request = ask(options, targets=targets, prompt_logprobs=True, score_last=1)
+                output = await sampler.sample(name, request, 0)
+                assert output.target_logprobs is not None
+                asked = targets.values >= 0
+                expected = exact[targets.rows[asked], targets.values[asked]]
+                assert np.allclose(output.target_logprobs.values[asked], expected, atol=1e-4)
+                assert not output.target_logprobs.values[~asked].any()
+                assert output.target_logprobs.starts is targets.starts
+                assert output.target_logprobs.shape == targets.shape
+                assert np.isnan(output.prompt_logprobs[:-1]).all()  # type: ignore[index]
+            output = await sampler.sample(name, ask(options, prompt_draws=2), 0)
+            assert output.drawn is not None
+            assert output.drawn[0].tolist() == [[best] * 2 for best in exact.argmax(1).tolist()]
+            assert np.allclose(output.drawn[1], exact.max(1, keepdims=True), atol=1e-4)
+
+
+async def exact_logprobs(sampler: EngineSampler, name: str) -> np.ndarray:
+    """Logprobs float64 [P - 1, V] of transformers' own forward, of the base with or without the
+    adapter ``name``."""
+    model = tiny().double()
+    if name:
+        layers = dict(model.named_modules())
+        weights = {key: value.double() for key, value in adapter(4).items()}
+        for key in [key for key in weights if ".lora_A." in key]:
+            up = weights[key.replace(".lora_A.", ".lora_B.")]
+            layers[key.partition(".lora_")[0]].weight.data += ALPHA / 4 * up @ weights[key]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor(PROMPT)[None]).logits[0, :-1]
+    return np.asarray(logits.log_softmax(-1))
+
+
+def ids_of(top: Sequence[Sequence[tuple[int, float]]]) -> list[list[int]]:
+    return [[token for token, _ in cells] for cells in top]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+async def test_tokens_are_drawn_at_each_place_of_a_prompt_by_their_probabilities(
+    temperature: float,
+) -> None:
+    """The same with the same seed, and others at each place; their logprobs are those at temperature
+    1, and top-k and top-p do not count."""
+    options = SamplingOptions(1, temperature=temperature, top_k=1, top_p=0.1)
+    count = 1000
+    async with sampling() as sampler:
+        first, same, other = [
+            await sampler.sample("", ask(options, prompt_draws=count), seed) for seed in (1, 1, 2)
+        ]
+        exact = await exact_logprobs(sampler, "")
+    assert first.drawn is not None
+    assert same.drawn is not None
+    assert other.drawn is not None
+    tokens, logprobs = first.drawn
+    assert tokens.shape == (len(PROMPT) - 1, count)
+    assert np.array_equal(tokens, same.drawn[0])
+    assert not np.array_equal(tokens, other.drawn[0])
+    assert not np.array_equal(tokens[0], tokens[1])
+    assert np.allclose(logprobs, np.take_along_axis(exact, tokens, 1), atol=1e-4)
+    scaled = np.exp(exact / temperature)
+    chances = scaled / scaled.sum(1, keepdims=True)
+    shares = np.stack([np.bincount(row, minlength=exact.shape[1]) / count for row in tokens])
+    deviations = np.sqrt(chances * (1 - chances) / count)
+    assert (np.abs(shares - chances) < 5 * deviations + 1 / count).all()
+
+
+async def test_a_prompt_that_several_requests_ask_of_is_computed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that wait together have the same answers as one alone, and one after new weights has
+    those of the new ones."""
+    counted: list[int] = []
+    compute = TorchDecoder.score
+
+    def score(decoder: TorchDecoder, *arguments: Any) -> torch.Tensor:
+        counted.append(1)
+        return compute(decoder, *arguments)
+
+    monkeypatch.setattr(TorchDecoder, "score", score)
+    options = SamplingOptions(max_tokens=1, temperature=0.0)
+    request = ask(options, prompt_logprobs=True, targets=Matrix((5, 1), np.arange(5)))
+    async with sampling() as sampler:
+        await sampler.put("a", ModelOptions(4), adapter(4), 3)
+        alone = await sampler.sample("a", request, 0)
+        del counted[:]
+        core: Any = sampler._engine
+        compute_thread_may_go_on = threading.Event()
+        held = asyncio.create_task(core._at_boundary(compute_thread_may_go_on.wait))
+        calls = [asyncio.create_task(sampler.sample("a", request, n)) for n in range(16)]
+        while core._inbox.qsize() < len(calls):
+            await asyncio.sleep(0)
+        compute_thread_may_go_on.set()
+        await held
+        for output in await asyncio.gather(*calls):
+            assert np.array_equal(output.prompt_logprobs, alone.prompt_logprobs, equal_nan=True)  # type: ignore[arg-type]
+        assert len(counted) == 1
+        before = asyncio.create_task(sampler.sample("a", request, 0))
+        await asyncio.sleep(0)
+        await sampler.put("a", ModelOptions(4), adapter(4, 2), 4)
+        after = await sampler.sample("a", request, 0)
+        await before
+        assert not np.allclose(after.prompt_logprobs[1:], alone.prompt_logprobs[1:], atol=1e-3)  # type: ignore[index]
+
+
 REFUSALS: dict[str, tuple[Callable[[int], SampleRequest], str]] = {
     "empty": (lambda _: ask(prompt=PROMPT[:0]), "prompt_ids"),
     "negative": (lambda _: ask(prompt=np.array([3, -1])), r"has -1\.\.3; the model knows"),
@@ -264,6 +399,22 @@ REFUSALS: dict[str, tuple[Callable[[int], SampleRequest], str]] = {
     "many": (lambda _: ask(count=1025), "count = 1025: is out of range; give 1 to 1024"),
     "prompt's": (lambda _: ask(top_k_prompt=1025), "top_k_prompt = 1025"),
     "sampled": (lambda _: ask(top_k_sampled=-1), "top_k_sampled = -1"),
+    "draws": (lambda _: ask(prompt_draws=1025), "prompt_alt_tokens_k = 1025"),
+    "last 0": (lambda _: ask(prompt_logprobs=True, score_last=0), "last_n = 0: is out of range"),
+    "last": (lambda _: ask(prompt_logprobs=True, score_last=6), "last_n = 6: .* of 6 tokens"),
+    "last of none": (lambda _: ask(score_last=2), "last_n = 2: is of no logprobs"),
+    "rows": (lambda _: ask(targets=Matrix((6, 1), np.arange(6))), "has 6 rows, .* give 5 rows"),
+    "no target": (lambda _: ask(targets=Matrix((5, 1), np.full(5, -1))), "names no token"),
+    "no value": (lambda _: ask(targets=Matrix((5, 0), np.arange(0))), "names no token"),
+    "negative target": (lambda _: ask(targets=Matrix((5, 1), np.arange(-2, 3))), "has -2"),
+    "unknown target": (
+        lambda _: ask(targets=Matrix((5, 1), np.arange(5) + VOCABULARY)),
+        f"logprobs = {VOCABULARY + 4}: is no token of the model",
+    ),
+    "many targets": (
+        lambda _: ask(targets=Matrix((5, 1025), np.zeros(5125, np.int64))),
+        "has 5125 values.* at most 1024 for each token",
+    ),
 }
 
 
