@@ -42,7 +42,8 @@ _FIELDS = {
     "Field": "string key 1, BatchedTensor value 2",
     "BatchedTensor": "bytes data 1, bytes offsets 2, int32 dtype 3, *int64 trailing_shape 4",
     "SampleResponse": "*Sequence sequences 1, bytes prompt_logprobs 2, Top topk_prompt_logprobs 3, "
-    "int32 prompt_cache_hit_tokens 4",
+    "int32 prompt_cache_hit_tokens 4, Tensor target_prompt_logprobs 5, Drawn prompt_alt_tokens 6",
+    "Drawn": "Tensor tokens 1, Tensor logprobs 2",
     # versions, which clients of Tinker's skip: pairs of optimizer steps and tokens
     "Sequence": "int32 stop_reason 1, bytes tokens 2, bytes logprobs 3, "
     "Top topk_sampled_logprobs 4, *int64 versions 1001",

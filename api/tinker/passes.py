@@ -7,22 +7,17 @@ body ──▶ read_head: model and number ──▶ read_data: sizes of tensors
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from api.tinker.messages import MESSAGES, MessageDamaged, parse
-from pipeline.problems import Problem
-from stages.calls.interface import CallRefused, Datum, LossOptions, PassOutput
+from api.tinker.tensors import FLOAT32, MOST_VALUES, read_tensor, refuse, tensor_values
+from stages.calls.interface import Datum, LossOptions, PassOutput
 
 MOST_DATA = 4096  # of one request; clients send 1,024
 MOST_PARTS = 2**16  # of one datum: chunks, tensors and spans
-MOST_VALUES = 2**25  # of all tensors of one request, sparse ones with their zeros
-FLOAT32 = 1
-_DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), 2: np.dtype("<i8")}
-MOST_AXES = 2
 _INT32 = np.dtype("<i4")
 # What losses read; a client's other tensors are left out.
 INPUTS = (
@@ -48,7 +43,7 @@ def loss_options(head: Any) -> LossOptions:
 def read_data(head: Any) -> list[Datum]:
     """Return the data of a pass. Raises CallRefused."""
     if len(head.data) > MOST_DATA:
-        _refuse("data", len(head.data), f"are more than {MOST_DATA} data", "send fewer at once")
+        refuse("data", len(head.data), f"are more than {MOST_DATA} data", "send fewer at once")
     data = list[Datum]()
     room = MOST_VALUES
     for index, part in enumerate(head.data):
@@ -56,7 +51,7 @@ def read_data(head: Any) -> list[Datum]:
         try:
             datum = _read_datum(place, part, room)
         except MessageDamaged as error:
-            _refuse(place, None, str(error), "send the message of the SDK")
+            refuse(place, None, str(error), "send the message of the SDK")
         room -= sum(array.size for array in datum.inputs.values())
         data.append(datum)
     return data
@@ -69,12 +64,12 @@ def _read_datum(place: str, part: bytes, room: int) -> Datum:
     for chunk in chunks:
         if not chunk.HasField("encoded_text"):
             kind = "an image" if chunk.HasField("image") else "no text"
-            _refuse(f"{place}.model_input", None, f"has {kind}", "send tokens: models read text")
-        tokens.append(_values(f"{place}.model_input", chunk.encoded_text.tokens, _INT32))
+            refuse(f"{place}.model_input", None, f"has {kind}", "send tokens: models read text")
+        tokens.append(tensor_values(f"{place}.model_input", chunk.encoded_text.tokens, _INT32))
     inputs = dict[str, np.ndarray]()
     for entry in message.loss_fn_inputs:
         if entry.key in INPUTS:
-            inputs[entry.key] = array = _read_tensor(
+            inputs[entry.key] = array = read_tensor(
                 f"{place}.loss_fn_inputs.{entry.key}", entry.value, room
             )
             room -= array.size
@@ -92,55 +87,6 @@ def _read_spans(parts: Sequence[bytes]) -> tuple[tuple[str, int, int], ...]:
         for span in spans
         if span.HasField("sampled_tokens")
     )
-
-
-def _read_tensor(place: str, tensor: Any, room: int) -> np.ndarray:
-    """Return the array of ``tensor``, of at most ``room`` values. Raises CallRefused."""
-    dtype = _DTYPES.get(tensor.dtype)
-    shape = tuple(tensor.shape)
-    if dtype is None:
-        _refuse(place, tensor.dtype, "is no known dtype", "send float32 (1) or int64 (2)")
-    if len(shape) > MOST_AXES or min(shape, default=0) < 0 or math.prod(shape) > room:
-        fix = f"send at most {MOST_AXES} axes, and {MOST_VALUES} values in one call"
-        _refuse(f"{place}.shape", shape[:8], "is refused", fix)
-    if tensor.HasField("sparse_csr"):
-        array = _read_sparse(place, tensor.sparse_csr, dtype, shape)
-    else:
-        array = _values(place, tensor.dense, dtype)
-        if shape and math.prod(shape) != array.size:
-            _refuse(f"{place}.shape", shape, f"does not fit {array.size} values", "correct it")
-        array = array.reshape(shape or -1)
-    return array
-
-
-def _read_sparse(place: str, csr: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    values = _values(place, csr.values, dtype)
-    starts = _values(place, csr.crow_indices, _DTYPES[2])
-    columns = _values(place, csr.col_indices, _DTYPES[2])
-    counts = np.diff(starts)
-    is_sound = (
-        len(shape) == 2
-        and starts.size == shape[0] + 1
-        and starts[0] == 0
-        and starts[-1] == values.size == columns.size
-        and bool((counts >= 0).all())
-        and bool(((columns >= 0) & (columns < shape[1])).all())
-    )
-    if not is_sound:
-        _refuse(place, shape, "is no matrix in CSR form", "send its values, rows and columns")
-    array = np.zeros(shape, dtype)
-    array[np.repeat(np.arange(shape[0]), counts), columns] = values
-    return array
-
-
-def _values(place: str, data: bytes, dtype: np.dtype) -> np.ndarray:
-    if len(data) % dtype.itemsize:
-        _refuse(place, len(data), "bytes are no whole values", f"send {dtype.itemsize} for each")
-    return np.frombuffer(data, dtype).astype(dtype.newbyteorder("="))
-
-
-def _refuse(key: str, value: object, wrong: str, fix: str) -> NoReturn:
-    raise CallRefused(Problem(key, value, wrong, fix))
 
 
 def write_pass(output: PassOutput) -> bytes:

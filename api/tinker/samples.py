@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from pydantic import Field
 
 from api.tinker.messages import MESSAGES
-from api.tinker.schemas import Named, Number, Tolerant
-from pipeline.problems import Problem
-from stages.calls.interface import CallRefused, SampleOutput, SampleRequest, SamplingOptions
+from api.tinker.schemas import LARGEST, Named, Number, Tolerant
+from api.tinker.tensors import is_sparse_matrix, refuse, write_tensor
+from stages.calls.interface import (
+    Matrix,
+    SampleOutput,
+    SampleRequest,
+    SamplingOptions,
+)
 
 LENGTH = 1  # stop_reason; 0: stop
 NO_LOGPROB = -99999.0  # of an empty cell
@@ -28,17 +33,42 @@ class Prompt(Tolerant):
 
 
 class Sampling(Tolerant):
-    max_tokens: int | None = Field(default=None, ge=1)
-    seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
+    seed: int | None = Field(default=None, ge=-LARGEST, le=LARGEST)
+    stop: str | list[str] | list[Number] | None = None
     temperature: float = Field(default=1.0, ge=0)
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=LARGEST)
     top_p: float = Field(default=1.0, gt=0, le=1)
 
 
-class SampleBody(Tolerant):
-    """What is not of the service has one value alone: what a client sends that does not use it."""
+class Targets(Tolerant):
+    """A matrix of tokens, whole or in CSR form."""
 
+    data: list[int]
+    dtype: Literal["int64"] = "int64"
+    shape: list[int] = Field(min_length=2, max_length=2)
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+    def matrix(self) -> Matrix:
+        """Return it as the service takes it. Raises CallRefused."""
+        parts = (self.data, self.shape, self.sparse_crow_indices, self.sparse_col_indices)
+        if any(not -(2**31) <= value < 2**31 for part in parts for value in part or ()):
+            _refuse_targets("has a number out of range")
+        rows, columns = self.shape
+        values = np.array(self.data, np.int64)
+        if self.sparse_crow_indices is None:
+            if min(rows, columns) < 0 or rows * columns != len(values):
+                _refuse_targets(f"has {len(values)} values, and the shape {self.shape}")
+            return Matrix((rows, columns), values)
+        starts = np.array(self.sparse_crow_indices, np.int64)
+        cells = np.array(self.sparse_col_indices or (), np.int64)
+        if not is_sparse_matrix((rows, columns), len(values), starts, cells):
+            _refuse_targets("is no matrix in CSR form")
+        return Matrix((rows, columns), values, starts, cells)
+
+
+class SampleBody(Tolerant):
     sampling_session_id: Named
     seq_id: Number = 0
     num_samples: int = Field(default=1, ge=1, le=1024)
@@ -47,9 +77,9 @@ class SampleBody(Tolerant):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(default=0, ge=0, le=100)
     topk_sample_logprobs: int = Field(default=0, ge=0, le=100)
-    target_prompt_logprobs: None = None
-    prompt_alt_tokens_k: Literal[0] = 0
-    prompt_logprobs_last_n: None = None
+    target_prompt_logprobs: Targets | None = None
+    prompt_alt_tokens_k: int = Field(default=0, ge=0, le=100)
+    prompt_logprobs_last_n: int | None = Field(default=None, ge=1, le=LARGEST)
 
     def request(self) -> SampleRequest:
         """Return it as the service takes it. Raises CallRefused."""
@@ -58,11 +88,12 @@ class SampleBody(Tolerant):
             if chunk.tokens is None:
                 key = f"prompt.chunks[{number}].type"
                 fix = "send encoded_text with tokens: models read text"
-                raise CallRefused(Problem(key, chunk.type, "is not read here", fix))
+                refuse(key, chunk.type, "is not read here", fix)
             tokens += chunk.tokens
         if tokens and not (min(tokens) >= 0 and max(tokens) < 2**31):
-            raise CallRefused(Problem("prompt", None, "has a token out of range", "correct it"))
+            refuse("prompt", None, "has a token out of range", "correct it")
         params = self.sampling_params
+        targets = self.target_prompt_logprobs
         stop = [params.stop] if isinstance(params.stop, str) else params.stop
         options = SamplingOptions(
             max_tokens=params.max_tokens,
@@ -79,6 +110,9 @@ class SampleBody(Tolerant):
             prompt_logprobs=bool(self.prompt_logprobs),
             top_k_prompt=self.topk_prompt_logprobs,
             top_k_sampled=self.topk_sample_logprobs,
+            targets=None if targets is None else targets.matrix(),
+            prompt_draws=self.prompt_alt_tokens_k,
+            score_last=self.prompt_logprobs_last_n,
         )
 
 
@@ -96,7 +130,17 @@ def write_sample(output: SampleOutput) -> bytes:
         answer.prompt_logprobs = output.prompt_logprobs.astype("<f4").tobytes()
     if output.prompt_top:
         _write_top(answer.topk_prompt_logprobs, output.prompt_top)
+    if output.target_logprobs is not None:
+        write_tensor(answer.target_prompt_logprobs, output.target_logprobs)
+    if output.drawn is not None:
+        tokens, logprobs = output.drawn
+        write_tensor(answer.prompt_alt_tokens.tokens, Matrix(tokens.shape, tokens))
+        write_tensor(answer.prompt_alt_tokens.logprobs, Matrix(logprobs.shape, logprobs))
     return bytes(answer.SerializeToString())
+
+
+def _refuse_targets(wrong: str) -> NoReturn:
+    refuse("target_prompt_logprobs", None, wrong, "send the TensorData of the SDK")
 
 
 def _write_top(message: Any, top: Top) -> None:

@@ -282,7 +282,7 @@ async def test_what_no_client_sends_is_a_clear_error(client: Client) -> None:
     details = await problem(await user.ask("POST", "/api/v1/asample", json=sample), 422)
     assert (details["field"], details["value"]) == ("prompt.chunks[0].type", "image")
     sample["prompt"] = {"chunks": []}
-    for name, value in (("prompt_alt_tokens_k", 2), ("prompt_logprobs_last_n", 1)):
+    for name, value in (("prompt_alt_tokens_k", 101), ("prompt_logprobs_last_n", 0)):
         refused = await user.ask("POST", "/api/v1/asample", json={**sample, name: value})
         assert (await problem(refused, 422))["field"] == name
     await problem(await user.ask("POST", "/api/v1/asample", json=sample), 404)

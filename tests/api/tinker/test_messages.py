@@ -6,15 +6,23 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from api.tinker.messages import MESSAGES, MessageDamaged
-from api.tinker.passes import FLOAT32, MOST_DATA, loss_options, read_data, read_head, write_pass
-from api.tinker.samples import NO_LOGPROB, write_sample
-from stages.calls.interface import CallRefused, Datum, PassOutput, SampledSequence, SampleOutput
+from api.tinker.passes import MOST_DATA, loss_options, read_data, read_head, write_pass
+from api.tinker.samples import NO_LOGPROB, Targets, write_sample
+from api.tinker.tensors import FLOAT32
+from stages.calls.interface import (
+    CallRefused,
+    Datum,
+    PassOutput,
+    SampledSequence,
+    SampleOutput,
+)
 
 INT64 = 2
 
@@ -215,3 +223,46 @@ def test_a_sample_has_its_tokens_versions_and_likeliest_tokens() -> None:
     scores = np.frombuffer(answer.prompt_logprobs, "<f4")
     assert math.isnan(scores[0])
     assert scores[1] == -0.5
+
+
+def test_targets_come_back_in_the_form_in_which_they_were_sent() -> None:
+    whole = Targets(data=[1, -1, 2, 3], dtype="int64", shape=[2, 2]).matrix()
+    assert whole.rows.tolist() == [0, 0, 1, 1]
+    sparse = Targets(
+        data=[7, 8, 9], shape=[3, 5], sparse_crow_indices=[0, 2, 2, 3], sparse_col_indices=[0, 4, 1]
+    ).matrix()
+    assert sparse.rows.tolist() == [0, 0, 2]
+    drawn = np.array([[5, 6]]), np.array([[-1.0, -2.0]], np.float32)
+    for targets, values in ((whole, [-1.0, 0.0, -2.0, -3.0]), (sparse, [-1.0, -2.0, -3.0])):
+        scored = replace(targets, values=np.array(values, np.float32))
+        written = write_sample(SampleOutput([], target_logprobs=scored, drawn=drawn))
+        answer = MESSAGES["SampleResponse"].FromString(written)
+        tensor = answer.target_prompt_logprobs
+        assert (tensor.dtype, list(tensor.shape)) == (FLOAT32, list(targets.shape))
+        csr = tensor.sparse_csr
+        assert np.frombuffer(tensor.dense or csr.values, "<f4").tolist() == values
+        for name, part in (("crow_indices", targets.starts), ("col_indices", targets.columns)):
+            expected = [] if part is None else part.tolist()
+            assert np.frombuffer(getattr(csr, name), "<i8").tolist() == expected
+        tokens, logprobs = answer.prompt_alt_tokens.tokens, answer.prompt_alt_tokens.logprobs
+        assert (tokens.dtype, list(tokens.shape)) == (INT64, [1, 2])
+        assert np.frombuffer(tokens.dense, "<i8").tolist() == [5, 6]
+        assert np.frombuffer(logprobs.dense, "<f4").tolist() == [-1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"shape": [2, 3]}, r"has 4 values, and the shape \[2, 3\]"),
+        ({"shape": [-2, -2]}, "has 4 values"),
+        ({"data": [2**40, 1, 1, 1]}, "has a number out of range"),
+        ({"sparse_crow_indices": [0, 4]}, "is no matrix in CSR form"),
+        ({"sparse_crow_indices": [0, 1, 4], "sparse_col_indices": [0, 1, 2, 0]}, "CSR form"),
+        ({"sparse_crow_indices": [0, 5, 4], "sparse_col_indices": [0, 1, 0, 0]}, "CSR form"),
+        ({"sparse_crow_indices": [], "sparse_col_indices": []}, "CSR form"),
+    ],
+)
+def test_targets_that_are_no_matrix_are_refused(changed: dict[str, Any], message: str) -> None:
+    fields = {"data": [1, 2, 3, 4], "shape": [2, 2], **changed}
+    with pytest.raises(CallRefused, match=f"target_prompt_logprobs: .*{message}"):
+        Targets(**fields).matrix()

@@ -12,7 +12,7 @@ import pytest
 
 from api.server.service.operations import Operation, operations_of
 from api.tinker.routes import ROUTES
-from api.tinker.samples import SampleBody
+from api.tinker.samples import SampleBody, Sampling, Targets
 from api.tinker.schemas import SaveBody, SaveSamplerBody, StepBody
 from tests.api.serving import Client
 from tests.api.tinker.test_endpoints import User, client
@@ -30,6 +30,11 @@ CONTENTS: dict[str, type[pydantic.BaseModel]] = {
     "/api/v1/optim_step": StepBody,
     "/api/v1/save_weights": SaveBody,
     "/api/v1/save_weights_for_sampler": SaveSamplerBody,
+}
+# fields of fields
+NESTED = {
+    "sampling_params": [*Sampling.model_fields],
+    "target_prompt_logprobs": [*Targets.model_fields],
 }
 REPEATED = (408, 409, 429)  # which clients send again for minutes
 OPERATIONS = {
@@ -50,6 +55,9 @@ def bodies(operation: Operation, sound: dict[str, Any]) -> Iterator[str]:
         others = {key: value for key, value in sound.items() if key in names and key != name}
         for value in VALUES:
             yield json.dumps({**others, name: 0})[:-2].rstrip("0 ") + f" {value}}}"
+        for part in NESTED.get(name, ()) if name in names else ():
+            for value in VALUES:
+                yield json.dumps(others)[:-1] + f', "{name}": {{"{part}": {value}}}}}'
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

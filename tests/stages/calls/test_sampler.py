@@ -367,7 +367,7 @@ async def test_a_prompt_that_several_requests_ask_of_is_computed_once(
         compute_thread_may_go_on = threading.Event()
         held = asyncio.create_task(core._at_boundary(compute_thread_may_go_on.wait))
         calls = [asyncio.create_task(sampler.sample("a", request, n)) for n in range(16)]
-        while core._inbox.qsize() < len(calls):
+        while core._inbox.qsize() < len(calls):  # noqa: ASYNC110
             await asyncio.sleep(0)
         compute_thread_may_go_on.set()
         await held
