@@ -33,6 +33,7 @@ SCHEME = "tinker://"
 DOCUMENT = "call.json"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 PARTIAL = "partial"
+MERGED = "model"  # the whole model, which a sampler with an adapter does not read
 ARCHIVE_SECONDS = 3600.0  # for which an archive is kept
 
 
@@ -81,6 +82,29 @@ def _settle(partial: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     os.rename(partial, target)
     sync(target.parent)
+
+
+async def hold(checkpoint: Checkpoint, folder: Path) -> None:
+    """Make ``folder`` what a sampler reads of ``checkpoint``: it stays when that is deleted, and takes
+    no room before. Raises OSError."""
+
+    async def link(partial: Path) -> None:
+        without = shutil.ignore_patterns(*((MERGED,) if checkpoint.info.options.rank else ()))
+        await asyncio.to_thread(_link_files, checkpoint.folder, partial, without)
+
+    await write_folder(folder.with_name(f"{folder.name}.partial"), folder, link)
+
+
+def _link_files(folder: Path, target: Path, ignore: Callable[..., set[str]] | None = None) -> None:
+    shutil.copytree(folder, target, copy_function=_link, ignore=ignore)
+
+
+def _link(file: str, target: str) -> None:
+    """Give a file another name, or copy it where the disk has no such links."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copy2(file, target)
 
 
 class Checkpoints:

@@ -19,11 +19,11 @@ from typing import Any
 
 import structlog
 
-from orchestration.calls.checkpoints import Checkpoint
+from orchestration.calls.checkpoints import Checkpoint, Checkpoints, hold
 from orchestration.calls.engines.encoding import pack_request
 from orchestration.calls.engines.engine import EngineDied, EngineDown, EngineFailed
 from orchestration.calls.engines.served import Served, Weights
-from orchestration.calls.interface import CallOptions, Failed
+from orchestration.calls.interface import CallOptions, Failed, NotThere
 from orchestration.calls.journal import Journal, Record
 from orchestration.calls.ledger import SampledLedger, Versions
 from orchestration.calls.requests import Account, Request, Requests
@@ -80,6 +80,7 @@ class Session:
         journal: Journal,
         records: Sequence[Record],
         served: Mapping[str, Served],
+        checkpoints: Checkpoints,
         account: Account,
         options: CallOptions,
     ) -> None:
@@ -96,6 +97,7 @@ class Session:
         self._root = root
         self._journal = journal
         self._served = served
+        self._checkpoints = checkpoints
         self._options = options
         self._inflight = dict[str, Weights]()
         self._versions = dict[str, tuple[str, Versions]]()
@@ -159,22 +161,53 @@ class Session:
         """Open sampler ``number``, or return the one that there is. Raises OSError, and CallRefused
         where the number is another one's."""
         path = None if checkpoint is None else checkpoint.info.path
-        sampler = self.samplers.get(number)
-        if sampler is None:
-            weights = None
-            if checkpoint is not None:
-                info = checkpoint.info
-                name = str(checkpoint.folder.relative_to(self._root))
-                weights = Weights(
-                    name, info.model_id, info.options, checkpoint.step, checkpoint.folder
+        async with self.creating:
+            sampler = self.samplers.get(number)
+            if sampler is None:
+                weights = None
+                if checkpoint is not None:
+                    weights = Weights(
+                        self._name(checkpoint),
+                        checkpoint.info.model_id,
+                        checkpoint.info.options,
+                        checkpoint.step,
+                        self._weights_folder(number),
+                    )
+                    await hold(checkpoint, weights.folder)
+                sampler = Sampler(number, base, path, weights)
+                await self._add(sampler)
+            elif (sampler.base, sampler.path) != (base, path) or sampler.request_id:
+                raise CallRefused(
+                    message=f"sampling_session_seq_id {number} is another sampler's; give a new one"
                 )
-            sampler = Sampler(number, base, path, weights)
-            await self._add(sampler)
-        elif (sampler.base, sampler.path) != (base, path) or sampler.request_id:
-            raise CallRefused(
-                message=f"sampling_session_seq_id {number} is another sampler's; give a new one"
-            )
         return sampler
+
+    def _name(self, checkpoint: Checkpoint) -> str:
+        """Return what the weights of ``checkpoint`` are called at the engine."""
+        return str(checkpoint.folder.relative_to(self._root))
+
+    def _weights_folder(self, number: int) -> Path:
+        return self.folder / "samplers" / str(number)
+
+    async def _weights(self, sampler: Sampler) -> Weights | None:
+        """Return what ``sampler`` samples with now. Raises CallRefused, OSError."""
+        weights = self._inflight.get(sampler.follows, sampler.weights)
+        if weights is None or sampler.path is None:
+            return weights
+        async with self.creating:
+            if not weights.folder.exists():  # the session was silent
+                try:
+                    checkpoint = self._checkpoints.get(self.owner, sampler.path)
+                except NotThere:
+                    checkpoint = None
+                if checkpoint is None or self._name(checkpoint) != weights.name:
+                    raise CallRefused(
+                        message=f"{self.sampler_id(sampler.number)}: {sampler.path} was deleted or "
+                        f"replaced, and no heartbeat of its session came for a time; open a "
+                        f"sampler on a checkpoint that is there"
+                    )
+                await hold(checkpoint, weights.folder)
+        return weights
 
     async def _add(self, sampler: Sampler) -> None:
         weights = sampler.weights
@@ -199,7 +232,7 @@ class Session:
                 )
             return sampler_id
         model_id = model.facts.model_id
-        folder = self.folder / "samplers" / str(number)
+        folder = self._weights_folder(number)
         await model.save_to(folder, optimizer=False)
         name = f"{model_id}:inflight" if head["inflight"] else sampler_id
         weights = Weights(name, model_id, model.facts.options, model.history.step, folder)
@@ -286,7 +319,7 @@ class Session:
         sampler = self.samplers.get(head["number"])
         if sampler is None or self.finished:
             raise CallRefused(message=f"{request.request_id}: its sampler is removed")
-        weights = self._inflight.get(sampler.follows, sampler.weights)
+        weights = await self._weights(sampler)
         assert request.call is not None
         reply, result = await self._served[sampler.base].sample(
             weights,
@@ -351,13 +384,17 @@ class Session:
         return [*self._facts_records, self._summary, *self.requests.records()]
 
     async def unload(self) -> None:
-        """Have the engines forget its models and samplers, until their next calls."""
+        """Have the engines forget its models and samplers, until their next calls, and let the
+        weights of checkpoints go."""
         self.asleep = True
         for model in self.models.values():
             await model.leave()
-        for sampler in self.samplers.values():
+        for sampler in list(self.samplers.values()):
             if sampler.weights is not None and sampler.request_id:
                 await self._served[sampler.base].remove(sampler.weights.name)
+            elif sampler.path is not None:
+                folder = self._weights_folder(sampler.number)
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def finish(self, reason: str) -> None:
         """Take no more calls, and remove what only its samplers need. Raises OSError."""

@@ -135,7 +135,15 @@ class Sessions:
     ) -> Session:
         account = self._account(facts.owner)
         session = Session(
-            facts, self._folder, folder, journal, records, self._served, account, self._options
+            facts,
+            self._folder,
+            folder,
+            journal,
+            records,
+            self._served,
+            self._checkpoints,
+            account,
+            self._options,
         )
         self._by_id[facts.session_id] = session
         return session

@@ -185,6 +185,54 @@ async def test_samples_that_an_engine_takes_with_it_are_made_again(tmp_path: Pat
         assert again.sequences[0].tokens.tolist() == before.sequences[0].tokens.tolist()
 
 
+async def test_a_sampler_keeps_the_weights_of_a_checkpoint_that_is_deleted(tmp_path: Path) -> None:
+    """An engine that has ended, and the next server, have them again."""
+
+    async def tokens(client: Client, seq: int) -> list[int]:
+        output = await client.sampled(f"{client.session_id}:sample:0", seq, seed=1)
+        return output.sequences[0].tokens.tolist()  # type: ignore[no-any-return]
+
+    async with small_service(tmp_path) as service:
+        client = await Client.create(service)
+        path = (await client.done(await client.save("a")))["path"]
+        await service.open_sampler("ann", client.session_id, 0, base=None, path=path)
+        before = await tokens(client, 0)
+        await service.delete_checkpoint("ann", path)
+        os.kill(engine_of(os.getpid()), signal.SIGKILL)
+        assert await tokens(client, 1) == before
+    async with small_service(tmp_path) as service:
+        client.service = service
+        assert await tokens(client, 2) == before
+        await service.finish_session("ann", client.session_id, "success")
+        left = os.listdir(tmp_path / "sessions" / client.session_id)
+    assert "samplers" not in left, "nobody needs them any more"
+
+
+async def test_a_sampler_of_a_silent_session_needs_its_checkpoint_again(tmp_path: Path) -> None:
+    async with small_service(tmp_path, silent_seconds=0.1) as service:
+        client = await Client.create(service)
+        sampler = f"{client.session_id}:sample:0"
+        (path, other) = [
+            (await client.done(await client.save(name)))["path"] for name in ("a", "b")
+        ]
+        await service.open_sampler("ann", client.session_id, 0, base=None, path=path)
+        weights = tmp_path / "sessions" / client.session_id / "samplers" / "0"
+
+        async def silence() -> None:
+            async with asyncio.timeout(SECONDS):
+                while weights.exists():  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+
+        await silence()
+        await client.sampled(sampler, 0)
+        await silence()
+        await service.delete_checkpoint("ann", path)
+        failure = await client.failure(await service.sample("ann", sampler, 1, prompt()))
+        assert f"{path} was deleted" in failure
+        assert "open a sampler on a checkpoint that is there" in failure
+        await service.open_sampler("ann", client.session_id, 1, base=None, path=other)
+
+
 async def test_a_rebuilt_model_that_answers_otherwise_is_an_alarm(tmp_path: Path) -> None:
     with capture_logs() as logs:
         async with small_service(tmp_path, drifts=True) as service:
