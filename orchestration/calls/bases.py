@@ -91,5 +91,6 @@ def _describe_model(name: str, source: str, folder: Path, options: Mapping[str, 
         tokenizer = model_folder(source).resolve()
         source = str(tokenizer)
     text_config = config.get_text_config()
+    architecture = (config.architectures or [config.model_type])[0]
     context = text_config.max_position_embeddings
-    return ServedBase(name, source, context, str(tokenizer), options)
+    return ServedBase(name, source, context, str(tokenizer), architecture, options)

@@ -216,12 +216,13 @@ class Service:
     async def model(self, owner: str, model_id: str) -> ModelInfo:
         model = self._sessions.model(owner, model_id)
         facts = model.facts
+        base = self._served[facts.base].engine.base
         return ModelInfo(
             model_id,
             facts.base,
             facts.options,
-            "",
-            self._served[facts.base].engine.base.tokenizer,
+            base.architecture,
+            base.tokenizer,
             facts.metadata,
             model.last_request,
             model.failure is not None,

@@ -233,11 +233,12 @@ class Sampler(Protocol):
 @dataclass(frozen=True)
 class ServedBase:
     """A base model that is served: its ``name`` for clients, the folder or name that it is loaded
-    from, tokens of its ``context``, where clients find its ``tokenizer``, and options of its
-    engine, as JSON has them."""
+    from, tokens of its ``context``, where clients find its ``tokenizer``, its ``architecture`` as its
+    config names it, and options of its engine, as JSON has them."""
 
     name: str
     source: str
     context: int
     tokenizer: str
+    architecture: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)

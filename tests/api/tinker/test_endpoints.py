@@ -24,7 +24,7 @@ from tests.api.serving import Client, problem, serving
 from tests.api.tinker.test_messages import INT64, body, datum, tensor, text
 
 ENTRY = "tests.orchestration.calls.small_engine:open_parts"
-BASE = ServedBase("base", "small", 512, "/srv/models/base")
+BASE = ServedBase("base", "small", 512, "/srv/models/base", "Qwen3ForCausalLM")
 
 
 @pytest.fixture
@@ -125,6 +125,7 @@ async def test_a_model_from_its_session_to_its_archive(client: Client) -> None:
     assert await user.post("session_heartbeat", session_id=session) == {"type": "session_heartbeat"}
     info = await user.post("get_info", model_id=model)
     assert (info["model_data"]["model_name"], info["lora_rank"]) == ("base", 8)
+    assert info["model_data"]["arch"] == "Qwen3ForCausalLM"
 
     passed = MESSAGES["ForwardBackwardOutput"].FromString(
         await user.result(await user.train(data(model, 1)))
