@@ -22,6 +22,8 @@ class App {
     this.connection = document.getElementById("connection");
     this.out = document.getElementById("sign-out");
     this.models = document.getElementById("models");
+    this.newRun = document.getElementById("new-run");
+    this.takesRuns = true;
     this.service = new Service(() => this.signIn());
     this.runs = new Runs(this.service, (runs, filtered) => this.listed(runs, filtered));
     this.page = null;
@@ -51,22 +53,28 @@ class App {
       }
     }
     this.out.hidden = !this.service.token;
-    if (!(await this.trains())) return;
-    this.runs.load();
+    if (!(await this.look())) return;
+    if (this.takesRuns) this.runs.load();
     this.go(false);
   }
 
-  /** Ask whether the server has training calls for this token. Returns false where nobody is signed in. */
-  async trains() {
-    const problem = await this.service.json("tinker/models", { query: { limit: 1 } }).catch((problem) => problem);
-    this.models.hidden = problem instanceof Error;
-    return problem.status !== 401;
+  /** Ask whether the server has training calls for this token, and whether it takes runs beside them.
+   *  Returns false where nobody is signed in. */
+  async look() {
+    const answer = await this.service.json("tinker/models", { query: { limit: 1 } }).catch((problem) => problem);
+    if (answer.status === 401) return false;
+    this.models.hidden = answer instanceof Error;
+    this.takesRuns = answer.runs !== false;
+    this.newRun.hidden = !this.takesRuns;
+    document.body.dataset.runs = this.takesRuns ? "some" : "none";
+    return true;
   }
 
   /** Show what the address says; `moved` when a person went there, who then reads on at its heading. */
   async go(moved) {
     const turn = (this.turn += 1);
     const [, what = "", id = ""] = location.hash.split("/");
+    if (!what && !this.takesRuns) return location.replace("#/models");
     const run = what === "runs" ? decodeURIComponent(id) : "";
     this.put(null);
     this.runs.choose(run);
@@ -140,7 +148,7 @@ class App {
     const refused = this.service.bySession ? "This sign-in has ended: the server was started anew, or the token was revoked." : "The server does not accept this token.";
     const why = problem ? problem.message : this.service.token && refused;
     this.service.token = "";
-    this.out.hidden = true;
+    this.out.hidden = this.newRun.hidden = true;
     this.runs.stop();
     this.turn += 1;
     const input = element("input", { id: "token", type: "password", autocomplete: "off", spellcheck: "false", required: true, "aria-describedby": "token-says" });

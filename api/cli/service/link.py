@@ -5,13 +5,14 @@ the token that commands use ──▶ POST /v1/login/links ──▶ URL with th
 
 from __future__ import annotations
 
+import sys
 from urllib.parse import urlsplit
 
 from api.cli.common.options import JsonOption
-from api.cli.common.output import print_json
+from api.cli.common.output import advised, print_json
 from api.cli.service.asking import ServerOption, ask
 from api.client.credentials import DEFAULT_SERVER
-from api.terminal.screen import write
+from api.terminal.screen import complain, write
 from orchestration.service.own_services import ANY
 
 
@@ -33,3 +34,16 @@ def login_link(server: str, code: str) -> str:
     reached = {ANY[4]: "127.0.0.1", ANY[6]: "[::1]"}.get(parts.hostname or "")
     place = f"{reached}:{parts.port}" if reached else parts.netloc
     return f"{parts.scheme}://{place}{parts.path.rstrip('/')}/#login={code}"
+
+
+def print_login_link(server: str, code: str) -> None:
+    """Print how a browser gets in at ``server``; ``code``: of a link ("": nobody signs in there).
+
+    A log, which others may read, gets no code.
+    """
+    command = advised("link" if server == DEFAULT_SERVER else f"link --server {server}")
+    if code and sys.stdout.isatty():
+        print(f"Open {login_link(server, code)}", flush=True)
+        print(f"once, within ten minutes; `{command}` prints another link", flush=True)
+    elif code:
+        complain(f"`{command}` prints a link that signs a browser in.")

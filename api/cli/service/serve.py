@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,9 +17,9 @@ import typer
 
 from api.cli.common.exit_codes import FAILED
 from api.cli.common.options import DataOption, IndexOption
-from api.cli.common.output import advised, refuse
+from api.cli.common.output import refuse
 from api.cli.service.calls import described_bases, training_calls
-from api.cli.service.link import login_link
+from api.cli.service.link import print_login_link
 from api.terminal.screen import complain
 
 if TYPE_CHECKING:  # imported when serving: `asyncdock runs list` imports this module too
@@ -224,13 +223,5 @@ def stopped_by_signals(closing: str) -> asyncio.Event:
 
 
 def _print_ready(url: str, code: str) -> None:
-    """Print where the service is, and how a browser gets in.
-
-    A log, which others may read, gets no code.
-    """
     print(f"AsyncDock serves {url}", flush=True)
-    if code and sys.stdout.isatty():
-        print(f"Open {login_link(url, code)}", flush=True)
-        print(f"once, within ten minutes; `{advised('link')}` prints another link", flush=True)
-    elif code:
-        complain(f"`{advised('link')}` prints a link that signs a browser in.")
+    print_login_link(url, code)

@@ -16,6 +16,7 @@ import typer
 
 from api.cli.common.output import refuse
 from api.cli.service.calls import described_bases, training_calls
+from api.cli.service.link import print_login_link
 from api.cli.service.serve import parse_address, stopped_by_signals
 from api.cli.service.token import tinker_key
 
@@ -88,6 +89,7 @@ def tinker_command(
             **parse_address(listen),
             data=data,
             runs=0,
+            takes_runs=False,
             policies=0,
             rate=RATE,
             burst=2 * RATE,
@@ -113,12 +115,13 @@ async def _serve(
     from orchestration.service.own_services import read_authorization
 
     def ready(url: str, code: str) -> None:
-        """Print what a client is given. A log, which others may read, gets no key."""
+        """Print what a client is given, and a person. A log, which others may read, gets no key."""
         print(f"AsyncDock serves {', '.join(names)} at {url}")
         key = f"$(asyncdock token show --tinker --data {settings.data})"
         if sys.stdout.isatty():
             key = tinker_key(read_authorization(settings.data))
         print(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={key}", flush=True)
+        print_login_link(url, code)
 
     stop = stopped_by_signals("Closing; what was acknowledged is kept.")
     await serve(settings, stop, ready, calls)

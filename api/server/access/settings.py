@@ -25,6 +25,8 @@ class Settings(BaseModel):
     """URL of an index; "" for a server of its own under ``data``."""
     runs: int = Field(default=1, ge=0)
     """Runs that execute at once; 0: other agents execute them."""
+    takes_runs: bool = True
+    """Whether runs can be submitted."""
     roots: tuple[Path, ...] = ()
     """Folders below which every path in a recipe must lie."""
     recipes: tuple[Path, ...] = ()

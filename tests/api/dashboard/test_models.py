@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -15,7 +17,7 @@ from api.tinker.messages import MESSAGES
 from api.tinker.routes import add_routes
 from orchestration.calls.service import open_service
 from tests.api.browser import CHROMIUM, DRIVER, WITHOUT, Browser, chromium
-from tests.api.serving import Client, serving
+from tests.api.serving import Client, problem, serving
 from tests.api.tinker.test_endpoints import BASE, User
 from tests.api.tinker.test_messages import INT64, body, datum, tensor, text
 
@@ -32,17 +34,22 @@ SAYS = "return document.querySelector(`#chart-${arguments[0]}-says`).textContent
 TILES = "return document.querySelector('.tiles').innerText.replaceAll('\\n', ' ')"
 
 
-@pytest.fixture
-async def client(index_url: str, tmp_path: Path) -> AsyncGenerator[Client, None]:
+@asynccontextmanager
+async def training_calls(index_url: str, tmp_path: Path, **settings: Any) -> AsyncIterator[Client]:
     entry = "tests.api.dashboard.measured:open_parts"
 
     def extend(app: web.Application) -> None:
         add_routes(app, lambda: open_service(tmp_path / "calls", [BASE], entry=entry))
 
-    async with serving(
-        index_url, tmp_path, extend=extend, no_token=False, rate=1e6, burst=10**6
-    ) as test_client:
-        yield test_client
+    limits = {"no_token": False, "rate": 1e6, "burst": 10**6}
+    async with serving(index_url, tmp_path, extend=extend, **limits, **settings) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(index_url: str, tmp_path: Path) -> AsyncGenerator[Client, None]:
+    async with training_calls(index_url, tmp_path) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +203,29 @@ async def test_another_token_sees_none_of_it(
         browser.until("return document.querySelector('main').innerText.includes('is not there')")
 
     await asyncio.to_thread(look)
+
+
+async def test_a_server_that_executes_no_runs_shows_models_alone(
+    browser: Browser, index_url: str, tmp_path: Path
+) -> None:
+    async with training_calls(index_url, tmp_path, takes_runs=False) as client:
+        user = await User.of(client, "ann")
+        refused = await problem(
+            await user.ask("POST", "/v1/runs", json={"recipe_name": "mock"}), 403
+        )
+        assert "asyncdock serve" in refused["fix"]
+
+        def look() -> None:
+            browser.shape()
+            url = sign_in(browser, client, user)
+            browser.until(
+                "return document.querySelector('main').innerText.includes('No model yet')"
+            )
+            for control in ("#new-run", ".runs"):
+                shown = f"return document.querySelector('{control}').checkVisibility()"
+                assert not browser.js(shown), control
+            browser.open(f"{url}#/")
+            browser.until("return location.hash === '#/models'")
+            assert browser.axe() == []
+
+        await asyncio.to_thread(look)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
@@ -46,7 +48,7 @@ class Server:
     def key(self) -> str:
         return f"tml-{read_authorization(self.data)}"
 
-    def start(self) -> None:
+    def start(self, output: int = subprocess.PIPE) -> None:
         command = ["tinker", "--model", "tiny", "--data", str(self.data), "--threads", "1"]
         with (self.data.parent / "tinker.log").open("a") as log:
             self.process = subprocess.Popen(
@@ -55,13 +57,14 @@ class Server:
                     *command,
                     *("--listen", f"127.0.0.1:{self.port}"),
                 ],
-                stdout=subprocess.PIPE,
+                stdout=output,
                 stderr=log,
                 text=True,
                 cwd=ROOT,
                 env=environment(),
             )
-        assert self.process.stdout is not None
+        if self.process.stdout is None:
+            return
         printed = [self.process.stdout.readline() for _ in range(3)]
         assert printed == [
             f"AsyncDock serves tiny at {self.url}\n",
@@ -168,6 +171,36 @@ def test_a_key_that_was_made_for_somebody_opens_the_server_until_it_is_revoked(
     assert status() == 200
     assert asyncdock("token", "revoke", token["id"], *data).returncode == 0
     assert status() == 401
+
+
+def test_a_terminal_gets_the_key_and_a_link_that_signs_a_browser_in(tmp_path: Path) -> None:
+    served = Server(tmp_path / "data", free_port())
+    terminal, output = pty.openpty()
+    served.start(output)
+    os.close(output)
+    try:
+        lines = list[str]()
+        with os.fdopen(terminal) as printed:
+            while len(lines) < 5:
+                lines.append(printed.readline().rstrip())
+            assert lines[2] == f"export TINKER_API_KEY={served.key}"
+            assert f"`asyncdock link --server {served.url}` prints another link" in lines[4]
+            page, _, code = lines[3].removeprefix("Open ").partition("#login=")
+            assert page == f"{served.url}/"
+            request = urllib.request.Request(
+                f"{page}v1/login",
+                json.dumps({"code": code}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                session = json.load(answer)["token"]
+            request = urllib.request.Request(
+                f"{page}tinker/models", headers={"Authorization": f"Bearer {session}"}
+            )
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                assert json.load(answer) == {"models": [], "total": 0, "runs": False}
+    finally:
+        assert served.end() == 0
 
 
 def children(process: int) -> list[int]:
