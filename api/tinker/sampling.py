@@ -8,6 +8,8 @@ retrieve_future ──▶ wait for the answer ──▶ a pass, a sample: protob
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -17,11 +19,19 @@ from api.tinker.calls import acknowledged, caller, tinker_operation
 from api.tinker.models import PROTOBUF
 from api.tinker.passes import write_pass
 from api.tinker.samples import SampleBody, write_sample
-from api.tinker.schemas import Answer, OfRequest, SamplerBody, SamplerPath, SequencePath
-from orchestration.calls.interface import Done, Failed, NotThere, SamplerInfo
+from api.tinker.schemas import (
+    Answer,
+    CompletionsBody,
+    OfRequest,
+    SamplerBody,
+    SamplerPath,
+    SequencePath,
+)
+from orchestration.calls.interface import Completion, Done, Failed, NotThere, SamplerInfo
 from pipeline.first_of import first_of
 from stages.calls.interface import PassOutput, SampleOutput
 
+T = TypeVar("T")
 PROMPT_BYTES = 8 * 2**20
 PROMPT_VALUES = 300_000
 WAIT_SECONDS = 30.0  # clients give up after 45
@@ -75,15 +85,11 @@ async def retrieve_future(
     service: Service, request: web.Request, body: OfRequest
 ) -> web.StreamResponse:
     calls, owner = caller(request)
-    with service.held(request) as room:
-        if not room:
-            detail = "Too many requests wait here."
-            raise HTTPProblem(429, detail, kind="held", fix="ask for fewer answers at once")
-        try:
-            waiting = calls.result(owner, body.request_id, WAIT_SECONDS)
-            result, _ = await first_of(waiting, service.closing.wait())
-        except NotThere as error:
-            raise HTTPProblem(410, str(error), kind="request", field="request_id") from None
+    try:
+        waiting = calls.result(owner, body.request_id, WAIT_SECONDS)
+        result = await _held(service, request, waiting)
+    except NotThere as error:
+        raise HTTPProblem(410, str(error), kind="request", field="request_id") from None
     match result:
         case Done():
             return await _answer(result)
@@ -93,6 +99,52 @@ async def retrieve_future(
             category = "user" if result.by_client else "server"
             return web.json_response({"error": result.message, "category": category})
     return web.json_response({"queue_state": "active"}, status=408)
+
+
+@tinker_operation(
+    "POST",
+    "/api/v1/retrieve_futures",
+    summary="Which samples have an answer",
+    seconds=DEADLINE_SECONDS,
+)
+async def retrieve_futures(service: Service, request: web.Request, body: CompletionsBody) -> Answer:
+    """One request for all samples of a sampler, where each would wait in a connection of its own."""
+    calls, owner = caller(request)
+    target = body.target
+    seconds = WAIT_SECONDS if body.timeout is None else min(body.timeout, WAIT_SECONDS)
+    waiting = calls.completions(
+        owner,
+        target.sampling_session_id,
+        target.cloned_sampler_id,
+        body.prev_cursor,
+        seconds,
+    )
+    completions, cursor = await _held(service, request, waiting) or ((), body.prev_cursor)
+    return Answer(completions=[_completion(each) for each in completions], cursor=cursor)
+
+
+def _completion(completion: Completion) -> dict[str, Any]:
+    if not completion.succeeded:
+        return {"state": "failed", "request_id": completion.request_id}
+    return {
+        "state": "finished",
+        "request_id": completion.request_id,
+        "response_payload_uncompressed_size": completion.bytes,
+    }
+
+
+async def _held(
+    service: Service, request: web.Request, waiting: Coroutine[Any, Any, T]
+) -> T | None:
+    """Return what ``waiting`` does, None when the server closes before. Raises HTTPProblem where
+    too many requests wait already."""
+    with service.held(request) as room:
+        if not room:
+            waiting.close()
+            detail = "Too many requests wait here."
+            raise HTTPProblem(429, detail, kind="held", fix="ask for fewer answers at once")
+        result, _ = await first_of(waiting, service.closing.wait())
+    return result
 
 
 async def _answer(done: Done) -> web.Response:

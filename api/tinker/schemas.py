@@ -149,6 +149,19 @@ class OfRequest(Tolerant):
     request_id: Named
 
 
+class Target(Tolerant):
+    """The samples of a sampler, of one clone of a client's."""
+
+    sampling_session_id: Named
+    cloned_sampler_id: Number = 0
+
+
+class CompletionsBody(Tolerant):
+    target: Target
+    prev_cursor: Number = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
+
+
 class LifeBody(Tolerant):
     ttl_seconds: Seconds | None = None
 

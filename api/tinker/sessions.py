@@ -23,6 +23,7 @@ CONFIG = {
     "fwdbwd_max_chunk_bytes_count": CHUNK_BYTES,
     "sample_max_concurrent_requests": MOST_SAMPLING,
     "create_model_via_load_weights": True,
+    "sample_use_retrieve_futures": True,
     "custom_loss_server_side": False,
 }
 REFRESH_SECONDS = 3600

@@ -122,6 +122,15 @@ class Acknowledged:
 
 
 @dataclass(frozen=True)
+class Completion:
+    """A sample that has an answer, of about so many ``bytes``."""
+
+    request_id: str
+    succeeded: bool
+    bytes: int
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     model_id: str
     base: str
@@ -286,6 +295,13 @@ class CallService(Protocol):
 
     async def result(self, owner: str, request_id: str, seconds: float) -> Done | Failed | None:
         """Return the answer to a request, or None when there is none within ``seconds``."""
+
+    async def completions(
+        self, owner: str, sampler_id: str, clone: int, cursor: int, seconds: float
+    ) -> tuple[Sequence[Completion], int]:
+        """Return the samples of a sampler that were answered after ``cursor`` (0: all), or none when
+        there is none within ``seconds``, and the cursor after them. ``clone``: those with a
+        ``seq_id`` of 10^9 · ``clone`` and more."""
 
     async def checkpoint(self, owner: str, path: str) -> CheckpointInfo: ...
 

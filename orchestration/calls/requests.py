@@ -9,11 +9,14 @@ Bytes of calls and answers stay in the journal; memory has a few facts of each.
 from __future__ import annotations
 
 import asyncio
+import bisect
+import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import structlog
@@ -25,6 +28,7 @@ from stages.calls.interface import CallRefused, PassOutput
 
 log = structlog.get_logger()
 
+MOST_COMPLETIONS = 1000  # that are told at once
 AGAIN_SECONDS = 5.0  # until an answer that the disk has refused is written again
 
 
@@ -82,15 +86,61 @@ class Request:
         return self.outcome is not None and "failed" not in self.outcome.head
 
 
+class Completions:
+    """Requests in the order in which they were answered, by a key of them, each with a number: larger
+    ones than those of an earlier process have had."""
+
+    def __init__(self) -> None:
+        self._newest = time.time_ns() // 1000
+        self._by_key = dict[Hashable, list[tuple[int, Request]]]()
+        self._changed = asyncio.Event()
+
+    def add(self, key: Hashable, request: Request) -> None:
+        self._newest += 1
+        self._by_key.setdefault(key, []).append((self._newest, request))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def after(
+        self, key: Hashable, number: int, seconds: float
+    ) -> tuple[Sequence[Request], int]:
+        """Return requests of ``key`` with numbers above ``number``, at least one unless there is none
+        within ``seconds``, and the number of the last one."""
+        if number > self._newest:  # of a process whose clock was ahead
+            number = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._after(key, number):
+                    await self._changed.wait()
+        numbered = self._after(key, number)
+        return [request for _, request in numbered], numbered[-1][0] if numbered else number
+
+    def _after(self, key: Hashable, number: int) -> Sequence[tuple[int, Request]]:
+        numbered = self._by_key.get(key, [])
+        start = bisect.bisect_right(numbered, number, key=itemgetter(0))
+        return numbered[start : start + MOST_COMPLETIONS]
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        forgotten = set(map(id, requests))
+        for numbered in self._by_key.values():
+            numbered[:] = [each for each in numbered if id(each[1]) not in forgotten]
+
+
 class Requests:
-    """``arrived`` is called with each request that is recorded, ``account`` its owner's."""
+    """``arrived`` is called with each request that is recorded, ``answered`` with each whose answer
+    is; ``account``: its owner's."""
 
     def __init__(
-        self, journal: Journal, account: Account, arrived: Callable[[Request], None]
+        self,
+        journal: Journal,
+        account: Account,
+        arrived: Callable[[Request], None],
+        answered: Callable[[Request], None] = lambda _: None,
     ) -> None:
         self.journal = journal
         self._account = account
         self._arrived = arrived
+        self._answered = answered
         self._by_id: dict[str, Request] = {}
 
     def load(self, record: Record) -> Request:
@@ -169,6 +219,7 @@ class Requests:
                 return
             self._account.release(request.size)
             request.answered.set()
+            self._answered(request)
 
         assert request.outcome.written is not None
         request.outcome.written.add_done_callback(answered)

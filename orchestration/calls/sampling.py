@@ -26,13 +26,14 @@ from orchestration.calls.engines.served import Served, Weights
 from orchestration.calls.interface import CallOptions, Failed, NotThere
 from orchestration.calls.journal import Journal, Record
 from orchestration.calls.ledger import SampledLedger, Versions
-from orchestration.calls.requests import Account, Request, Requests
+from orchestration.calls.requests import Account, Completions, Request, Requests
 from orchestration.calls.training import TrainedModel
 from stages.calls.interface import CallRefused, ModelOptions, SampleRequest
 
 log = structlog.get_logger()
 
 SEQUENCES = 50_000  # whose versions a session keeps, the newest ones
+CLONE_REQUESTS = 10**9  # numbers of requests that each clone of a client's sampler has
 SHORTEN_RECORDS = 256  # forgotten, for which a journal is written again
 
 
@@ -93,7 +94,9 @@ class Session:
         """When its client was last heard."""
         self.asleep = False
         self.creating = asyncio.Lock()
-        self.requests = Requests(journal, account, self._arrived)
+        self.requests = Requests(journal, account, self._arrived, self._completed)
+        self.completions = Completions()
+        """Of samples, by the number of their sampler and that of the clone that has asked."""
         self._root = root
         self._journal = journal
         self._served = served
@@ -110,6 +113,8 @@ class Session:
         for request in self.requests:
             if request.outcome is None:
                 self._arrived(request)
+            else:
+                self._completed(request)
 
     @property
     def owner(self) -> str:
@@ -333,6 +338,10 @@ class Session:
         facts["model"] = "" if weights is None else weights.model_id
         return result
 
+    def _completed(self, request: Request) -> None:
+        seq = int(request.request_id.rpartition(":")[2])
+        self.completions.add((request.head["number"], seq // CLONE_REQUESTS), request)
+
     def _count(self, request: Request, answer: Mapping[str, Any]) -> None:
         model_id = answer.get("model", "")
         if not model_id:
@@ -370,6 +379,7 @@ class Session:
             await model.sweep(finished=self.finished)
         forgettable = self.requests.forgettable(self._options)
         if len(forgettable) >= SHORTEN_RECORDS:
+            self.completions.forget(forgettable)
             for request in forgettable:
                 self.requests.forget(request)
             for request in self.requests:

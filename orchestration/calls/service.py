@@ -37,6 +37,7 @@ from orchestration.calls.interface import (
     Busy,
     CallOptions,
     CheckpointInfo,
+    Completion,
     Done,
     Failed,
     Kind,
@@ -404,6 +405,19 @@ class Service:
         if not tail.isdecimal():
             raise NotThere(f"request {request_id[:200]!r} is not there")
         return await requests.result(request_id, seconds)
+
+    async def completions(
+        self, owner: str, sampler_id: str, clone: int, cursor: int, seconds: float
+    ) -> tuple[Sequence[Completion], int]:
+        session, sampler = self._sessions.sampler(owner, sampler_id)
+        key = (sampler.number, clone)
+        requests, cursor = await session.completions.after(key, cursor, seconds)
+        completions = [
+            Completion(request.request_id, request.succeeded, request.outcome.size)
+            for request in requests
+            if request.outcome is not None
+        ]
+        return completions, cursor
 
     # --- checkpoints
 

@@ -268,6 +268,34 @@ async def test_what_is_refused_fails_in_its_place_and_holds_nothing_up(client: C
         assert isinstance(await user.result(await user.train(data(model, 7))), bytes)
 
 
+async def test_one_request_waits_for_the_samples_of_a_sampler(client: Client) -> None:
+    user = await User.of(client, "ann")
+    session = (await user.post("create_session"))["session_id"]
+    opened = await user.post("create_sampling_session", session_id=session, base_model="base")
+    sampler = opened["sampling_session_id"]
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+    none = await user.post("retrieve_futures", target=target, prev_cursor=0, timeout=0)
+    assert none == {"completions": [], "cursor": 0}
+    asked = await user.post(
+        "asample",
+        sampling_session_id=sampler,
+        seq_id=0,
+        prompt={"chunks": [{"tokens": [0]}]},
+        sampling_params={"max_tokens": 2},
+    )
+    there = await user.post("retrieve_futures", target=target, prev_cursor=none["cursor"])
+    (completion,) = there["completions"]
+    assert (completion["state"], completion["request_id"]) == ("finished", asked["request_id"])
+    assert completion["response_payload_uncompressed_size"] > 0
+    again = {"target": target, "prev_cursor": there["cursor"], "timeout": 0}
+    answer = await user.post(
+        "retrieve_futures", **again, retrieved_request_ids=[asked["request_id"]]
+    )
+    assert answer == {"completions": [], "cursor": there["cursor"]}
+    stranger = await User.of(client, "bob")
+    await problem(await stranger.ask("POST", "/api/v1/retrieve_futures", json=again), 404)
+
+
 async def test_what_no_client_sends_is_a_clear_error(client: Client) -> None:
     user = await User.of(client, "ann")
     await problem(await client.post("/api/v1/client/config", json={}), 401)

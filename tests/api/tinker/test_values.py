@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from api.server.service.operations import Operation, operations_of
+from api.tinker import sampling
 from api.tinker.routes import ROUTES
 from api.tinker.samples import SampleBody, Sampling, Targets
 from api.tinker.schemas import SaveBody, SaveSamplerBody, StepBody
@@ -61,7 +62,10 @@ def bodies(operation: Operation, sound: dict[str, Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-async def test_no_value_is_an_error_of_the_server(name: str, client: Client) -> None:
+async def test_no_value_is_an_error_of_the_server(
+    name: str, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "WAIT_SECONDS", 0.1)
     operation = OPERATIONS[name]
     user = await User.of(client, "ann")
     model = await user.model()
@@ -79,6 +83,8 @@ async def test_no_value_is_an_error_of_the_server(name: str, client: Client) -> 
         "path": "x",
         "tinker_path": f"tinker://{model}/weights/x",
         "request_id": f"{model}:0",
+        "target": {"sampling_session_id": sampler},
+        "timeout": 0,
     }
     paths = [
         operation.path.format(

@@ -206,6 +206,40 @@ async def test_a_sample_has_an_id_for_each_response_and_is_made_once(tmp_path: P
         assert len(result.value.sequences) == 3
 
 
+async def test_one_wait_tells_which_samples_have_answers(tmp_path: Path) -> None:
+    """Of one clone of a sampler; and a client that goes on with the next server misses none."""
+    async with small_service(tmp_path) as service:
+        client = await Client.create(service)
+        session = client.session_id
+        sampler = (
+            await service.open_sampler("ann", session, 0, base="small", path=None)
+        ).sampler_id
+        for seq, hundredths in ((0, 0), (1, 20), (10**9 + 5, 0)):
+            await service.sample("ann", sampler, seq, prompt(hundredths=hundredths))
+
+        async def answered(
+            clone: int, after: int, seconds: float = SECONDS
+        ) -> tuple[list[str], int]:
+            completions, cursor = await service.completions("ann", sampler, clone, after, seconds)
+            assert all(each.succeeded and each.bytes > 0 for each in completions)
+            return [each.request_id for each in completions], cursor
+
+        first, cursor = await answered(0, 0)
+        assert first == [f"{sampler}:0"]
+        second, last = await answered(0, cursor)
+        assert second == [f"{sampler}:1"]
+        assert last > cursor
+        assert await answered(0, last, 0.0) == ([], last)
+        assert (await answered(1, 0))[0] == [f"{sampler}:{10**9 + 5}"]
+        assert await answered(2, 7, 0.0) == ([], 7)
+        ahead = 10**17  # of a server whose clock was wrong
+        assert (await answered(0, ahead, 0.0))[0] == [*first, *second]
+        with pytest.raises(NotThere):
+            await service.completions("bob", sampler, 0, 0, 0.0)
+    async with small_service(tmp_path) as service:
+        assert (await answered(0, last))[0] == [*first, *second]
+
+
 async def test_a_long_sample_and_training_do_not_wait_for_each_other(tmp_path: Path) -> None:
     async with small_service(tmp_path) as service:
         client = await Client.create(service)
