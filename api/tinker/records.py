@@ -18,6 +18,8 @@ from api.tinker.schemas import (
     Answer,
     ArchivePath,
     CheckpointPath,
+    CopyBody,
+    CopyHeaders,
     LifeBody,
     ModelPath,
     PageQuery,
@@ -90,6 +92,23 @@ async def unpublish_checkpoint(
 ) -> None:
     calls, owner = caller(request)
     await calls.checkpoint(owner, path.path)
+
+
+@tinker_operation("POST", "/api/v1/copy_weights", summary="A copy of a checkpoint")
+async def copy_weights(
+    service: Service, request: web.Request, headers: CopyHeaders, body: CopyBody
+) -> Answer:
+    """It shares its files with the source, and stays when that is deleted."""
+    calls, owner = caller(request)
+    copied = await calls.copy_checkpoint(
+        owner,
+        body.source_path,
+        session_id=body.session_id,
+        number=body.model_seq_id,
+        ttl=body.ttl_seconds,
+        key=headers.key,
+    )
+    return Answer(tinker_path=copied.path)
 
 
 @tinker_operation("GET", CHECKPOINT + "/archive", summary="An address for its .tar file")

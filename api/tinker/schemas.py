@@ -138,6 +138,21 @@ class OfPath(Tolerant):
     tinker_path: Named
 
 
+class CopyBody(Tolerant):
+    """For a model of a session (``session_id``, ``model_seq_id``), or else for one of its own."""
+
+    source_path: Named
+    session_id: Named | None = None
+    model_seq_id: Number = 0
+    ttl_seconds: Seconds | None = None
+
+
+class CopyHeaders(Tolerant):
+    key: str = Field(
+        default="", max_length=300, pattern=r"^[\x21-\x7e]*$", alias="X-Idempotency-Key"
+    )
+
+
 class SamplerBody(Tolerant):
     session_id: Named
     sampling_session_seq_id: Number = 0

@@ -186,6 +186,28 @@ class Checkpoints:
             await asyncio.to_thread(shutil.rmtree, older.folder, ignore_errors=True)
         return info.path
 
+    async def copy(
+        self, source: Checkpoint, model_id: str, expires: float | None
+    ) -> CheckpointInfo:
+        """Save ``source`` as a checkpoint of ``model_id``, of the same files. Raises CallRefused,
+        OSError."""
+        info = replace(
+            source.info,
+            path=path_of(model_id, source.info.kind, source.info.name),
+            model_id=model_id,
+            time=time.time(),
+            expires=expires,
+        )
+
+        async def link(partial: Path) -> None:
+            # this one is written anew: there is one of each name
+            without = shutil.ignore_patterns(DOCUMENT)
+            await asyncio.to_thread(_link_files, source.folder, partial, without)
+
+        copied = replace(source, request_id=f"{model_id}:copy", info=info)
+        path = await self.save(copied, overwrite=False, number=0, write=link)
+        return self._by_path[path].info
+
     async def delete(self, checkpoint: Checkpoint) -> None:
         del self._by_path[checkpoint.info.path]
         trash = self._folder / PARTIAL / uuid.uuid4().hex

@@ -25,13 +25,14 @@ LATE = "it came after later calls had been served; send it again under a new num
 
 @dataclass(frozen=True)
 class Facts:
-    """What a model is, for good."""
+    """What a model is, for good. ``is_copy``: it has a copy of a checkpoint, and is not trained."""
 
     model_id: str
     owner: str
     base: str
     options: ModelOptions
     metadata: Mapping[str, Any]
+    is_copy: bool = False
 
     @classmethod
     def of(cls, packed: Mapping[str, Any]) -> Facts:

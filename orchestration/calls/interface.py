@@ -313,6 +313,19 @@ class CallService(Protocol):
 
     async def expire_checkpoint(self, owner: str, path: str, ttl: float | None) -> None: ...
 
+    async def copy_checkpoint(
+        self,
+        owner: str,
+        path: str,
+        *,
+        session_id: str | None,
+        number: int,
+        ttl: float | None,
+        key: str,
+    ) -> CheckpointInfo:
+        """Copy a checkpoint to a model that is not trained: ``number`` of the session, or of one of
+        its own (None). The same owner and ``key`` give the same copy ("": each call another one)."""
+
     async def archive(self, owner: str, path: str) -> str:
         """Return the path of a .tar file with the checkpoint."""
 

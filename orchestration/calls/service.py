@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
@@ -62,6 +63,7 @@ from stages.calls.interface import (
 log = structlog.get_logger()
 
 TORCH_ENTRY = "orchestration.calls.engines.torch_parts:open_parts"
+COPIES = uuid.UUID("2c0a3d56-9d39-5f0c-9a41-6ad1f5a1f0c7")  # of names of copies' sessions
 SWEEP_SECONDS = 15.0
 FACTS_BYTES = 1 << 16  # of a session's or a call's metadata, names and options
 MOST_SPANS = 1 << 16  # of sampled tokens, in the data of one call
@@ -200,8 +202,7 @@ class Service:
         else:
             info = self._checkpoints.get(owner, path).info
             facts = Facts(model_id, owner, info.base, info.options, metadata)
-        if facts.base not in self._served:
-            raise CallRefused(message=f"base_model {facts.base!r} of {path} is not served")
+        self._must_be_served(facts.base, path)
         head = {"path": path, "optimizer": optimizer}
         return await self._create(session, number, facts, "load_weights", pack_output(head), **head)
 
@@ -243,6 +244,11 @@ class Service:
     ) -> Acknowledged:
         model = self._sessions.model(owner, model_id, for_calls=True)
         self._must_start(model.facts.base)
+        if model.facts.is_copy:
+            raise CallRefused(
+                message=f"{model_id} has the copy of a checkpoint and is not trained; create a model "
+                f"from that checkpoint"
+            )
         if not 0 < seq_id < 2**31:
             raise CallRefused(message=f"seq_id {seq_id}: give 1, 2, … to a model's calls")
         limit = self._options.call_bytes if "data" in head else FACTS_BYTES
@@ -255,6 +261,10 @@ class Service:
         model.last_request = time.time()
         request_id = await model.history.call(kind, seq_id, blob, **head)
         return Acknowledged(request_id, model_id)
+
+    def _must_be_served(self, base: str, path: str) -> None:
+        if base not in self._served:
+            raise CallRefused(message=f"base_model {base!r} of {path} is not served")
 
     def _must_start(self, base: str) -> None:
         """Raise CallRefused where nothing will serve a call on ``base``, and Busy where nothing does
@@ -440,6 +450,37 @@ class Service:
         with busy_disk():
             expires = None if ttl is None else time.time() + ttl
             self._checkpoints.expire(self._checkpoints.get(owner, path), expires)
+
+    async def copy_checkpoint(
+        self,
+        owner: str,
+        path: str,
+        *,
+        session_id: str | None,
+        number: int,
+        ttl: float | None,
+        key: str,
+    ) -> CheckpointInfo:
+        source = self._checkpoints.get(owner, path)
+        self._must_be_served(source.info.base, path)
+        with busy_disk():
+            if session_id is not None:
+                session = self._sessions.session(owner, session_id, for_calls=True)
+            else:
+                name = str(uuid.uuid5(COPIES, f"{owner} {key}")) if key else ""
+                session = await self._sessions.open(owner, (), {}, f"copy of {path}", name)
+            model_id = _model_id(session.facts.session_id, number)
+            facts = Facts(model_id, owner, source.info.base, source.info.options, {}, True)
+            model = await self._sessions.open_model(session, number, facts)
+            if not model.facts.is_copy:
+                raise CallRefused(
+                    message=f"model_seq_id {number} is another model's; give a new one"
+                )
+            expires = None if ttl is None else time.time() + ttl
+            copied = await self._checkpoints.copy(source, model_id, expires)
+            if session_id is None:
+                await session.finish("copied")
+        return copied
 
     async def archive(self, owner: str, path: str) -> str:
         with busy_disk():

@@ -110,17 +110,24 @@ class Sessions:
                     self._new_model(session, model_facts, model_folder, journal, records)
 
     async def open(
-        self, owner: str, tags: Sequence[str], metadata: Mapping[str, Any], display_name: str
+        self,
+        owner: str,
+        tags: Sequence[str],
+        metadata: Mapping[str, Any],
+        display_name: str,
+        session_id: str = "",
     ) -> Session:
-        """Raises Busy, OSError."""
+        """Open a session, or return the one with this id. Raises Busy, OSError."""
+        if session_id in self._by_id:
+            return self._by_id[session_id]
         oldest = time.monotonic() - self._options.silent_seconds
         live = sum(not each.finished and each.heard > oldest for each in self.of(owner))
         if live >= self._options.owner_sessions:
             raise Busy(f"{live} sessions are open, at most {self._options.owner_sessions} may be")
-        session_id = str(uuid.uuid4())
+        session_id = session_id or str(uuid.uuid4())
         facts = SessionFacts(session_id, owner, tags, metadata, display_name, time.time())
         folder = self._folder / "sessions" / session_id
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         journal, _ = await asyncio.to_thread(Journal.open, folder / JOURNAL)
         session = self._new_session(facts, folder, journal, [])
         try:

@@ -7,6 +7,7 @@ import itertools
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -321,6 +322,46 @@ async def test_checkpoints_are_listed_loaded_archived_expired_and_deleted(tmp_pa
         await service.delete_checkpoint("ann", second)
         with pytest.raises(NotThere):
             await service.checkpoint("ann", second)
+
+
+async def test_a_copy_of_a_checkpoint_stays_when_the_checkpoint_goes(tmp_path: Path) -> None:
+    async with small_service(tmp_path) as service:
+        client = await Client.create(service)
+        await client.train(datum(1))
+        await client.done(await client.step(learning_rate=0.1))
+        kept = await client.logprobs()
+        path = (await client.done(await client.save("a", metadata={"of": "x"})))["path"]
+        options: dict[str, Any] = {"number": 0, "ttl": None}
+        copied = await service.copy_checkpoint("ann", path, session_id=None, key="k", **options)
+        again = await service.copy_checkpoint("ann", path, session_id=None, key="k", **options)
+        other = await service.copy_checkpoint("ann", path, session_id=None, key="", **options)
+        own = await service.copy_checkpoint(
+            "ann", path, session_id=client.session_id, number=5, ttl=3600.0, key="k"
+        )
+        assert own.model_id == f"{client.session_id}:train:5"
+        assert own.expires is not None
+        assert again == copied
+        assert len({path, copied.path, other.path, own.path}) == 4
+        assert (copied.kind, copied.name, copied.metadata) == ("weights", "a", {"of": "x"})
+        assert (await service.checkpoint("ann", path)).path == path, "it has its own document"
+        with pytest.raises(NotThere):
+            await service.copy_checkpoint("bob", path, session_id=None, key="k", **options)
+        with pytest.raises(CallRefused, match="is another model's"):
+            await service.copy_checkpoint(
+                "ann", path, session_id=client.session_id, key="", **options
+            )
+        copy = Client(service, client.session_id, 5, "ann")
+        with pytest.raises(CallRefused, match="is not trained; create a model from that"):
+            await copy.train(datum(1))
+        await service.delete_checkpoint("ann", path)
+    async with small_service(tmp_path) as service:
+        assert copied.model_id in [each.model_id for each in await service.models("ann")]
+        begun = Client(service, client.session_id, 6, "ann")
+        created = await service.create_model_from(
+            "ann", client.session_id, 6, copied.path, optimizer=True, metadata={}
+        )
+        await begun.done(created)
+        assert await begun.logprobs() == kept
 
 
 async def test_a_model_begins_with_a_checkpoint_with_or_without_its_optimizer(
