@@ -26,6 +26,7 @@ from api.tinker.schemas import (
     OfPath,
     Ordered,
     SaveBody,
+    SaveExternalBody,
     SaveSamplerBody,
     StepBody,
 )
@@ -160,6 +161,20 @@ async def save_sampler(service: Service, request: web.Request, body: Ordered, ra
         )
 
     return await in_order(request, body.model_id, body.seq_id, "save_sampler", send)
+
+
+@tinker_operation("POST", "/api/v1/save_weights_external", summary="Weights for other programs")
+async def save_external(
+    service: Service, request: web.Request, body: Ordered, raw: bytes
+) -> Answer:
+    async def send() -> Acknowledged:
+        saved = SaveExternalBody.model_validate_json(raw, strict=True)
+        calls, owner = caller(request)
+        return await calls.save_external(
+            owner, body.model_id, body.seq_id, saved.path, ttl=saved.ttl_seconds
+        )
+
+    return await in_order(request, body.model_id, body.seq_id, "save_external", send)
 
 
 @tinker_operation("POST", "/api/v1/load_weights", summary="A model from a state")

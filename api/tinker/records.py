@@ -20,6 +20,7 @@ from api.tinker.schemas import (
     CheckpointPath,
     CopyBody,
     CopyHeaders,
+    ExternalPath,
     LifeBody,
     ModelPath,
     PageQuery,
@@ -29,7 +30,7 @@ from orchestration.calls.interface import CheckpointInfo, ModelInfo
 
 RUN = "/api/v1/training_runs/{model}"
 CHECKPOINT = RUN + "/checkpoints/{kind}/{name}"
-TYPES = {"weights": "training", "sampler_weights": "sampler"}
+TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 ARCHIVE_SECONDS = 900.0  # for which the address of an archive is valid
 MOST_ARCHIVES = 1000
 
@@ -118,17 +119,35 @@ async def archive_checkpoint(
     """The address needs no token: clients send none with it."""
     calls, owner = caller(request)
     file = await calls.archive(owner, path.path)
-    ticket = secrets.token_urlsafe(32)
     expires = time.time() + ARCHIVE_SECONDS
+    headers = {
+        "Location": _address(request, file, expires),
+        "Expires": email.utils.formatdate(expires, usegmt=True),
+    }
+    return web.Response(status=302, headers=headers)
+
+
+@tinker_operation(
+    "GET",
+    RUN + "/checkpoints/external_weights/{name}/external_weights_urls",
+    summary="Addresses of the files of a checkpoint that others read",
+)
+async def list_external(service: Service, request: web.Request, path: ExternalPath) -> Answer:
+    calls, owner = caller(request)
+    files = await calls.exported(owner, path.path)
+    expires = time.time() + ARCHIVE_SECONDS
+    urls = {name: _address(request, file, expires) for name, file in files.items()}
+    return Answer(urls=urls, expires=_date(expires))
+
+
+def _address(request: web.Request, file: str, expires: float) -> str:
+    """Return an address of ``file`` that is valid until ``expires``, without a token."""
+    ticket = secrets.token_urlsafe(32)
     archives = request.app[SHARED].archives
     archives[ticket] = file, expires
     while len(archives) > MOST_ARCHIVES:
         archives.popitem(last=False)
-    headers = {
-        "Location": f"{request.scheme}://{request.host}/tinker/archives/{ticket}",
-        "Expires": email.utils.formatdate(expires, usegmt=True),
-    }
-    return web.Response(status=302, headers=headers)
+    return f"{request.scheme}://{request.host}/tinker/archives/{ticket}"
 
 
 @tinker_operation(

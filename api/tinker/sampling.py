@@ -37,7 +37,7 @@ PROMPT_VALUES = 300_000
 WAIT_SECONDS = 30.0  # clients give up after 45
 DEADLINE_SECONDS = 60.0
 # of the JSON answer to each kind of call
-TYPES = {"save_sampler": "save_weights_for_sampler"}
+TYPES = {"save_sampler": "save_weights_for_sampler", "save_external": "save_weights_external"}
 
 
 @tinker_operation("POST", "/api/v1/create_sampling_session", summary="A sampler")

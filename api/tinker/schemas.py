@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, RootModel
 
+from orchestration.calls.interface import CheckpointKind
 from stages.calls.interface import AdamOptions, ModelOptions
 
 LARGEST = 2**63 - 1
@@ -115,6 +116,14 @@ class SaveBody(Tolerant):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveExternalBody(Tolerant):
+    path: Name
+    ttl_seconds: Seconds | None = None
+    age_encryption_recipients: list[str] | None = Field(
+        default=None, max_length=0, description="Files are not encrypted here: leave it out."
+    )
+
+
 class SaveSamplerBody(SaveBody):
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
@@ -186,12 +195,20 @@ class ModelPath(Tolerant):
 
 
 class CheckpointPath(ModelPath):
-    kind: Literal["weights", "sampler_weights"]
+    kind: CheckpointKind
     name: Name
 
     @property
     def path(self) -> str:
         return f"tinker://{self.model}/{self.kind}/{self.name}"
+
+
+class ExternalPath(ModelPath):
+    name: Name
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model}/external_weights/{self.name}"
 
 
 class SessionPath(Tolerant):

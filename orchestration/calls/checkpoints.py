@@ -34,6 +34,7 @@ DOCUMENT = "call.json"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 PARTIAL = "partial"
 MERGED = "model"  # the whole model, which a sampler with an adapter does not read
+EXPORTED = ("adapter", MERGED)  # folders of a checkpoint that others read
 ARCHIVE_SECONDS = 3600.0  # for which an archive is kept
 
 
@@ -248,6 +249,16 @@ class Checkpoints:
         for archive in self._archives.glob("*.tar"):
             if archive.stat().st_mtime < now - ARCHIVE_SECONDS:
                 archive.unlink()
+
+
+def exported_files(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the paths of the files that others read, by their names in ``checkpoint``."""
+    return {
+        path.relative_to(checkpoint.folder).as_posix(): str(path)
+        for name in EXPORTED
+        for path in sorted((checkpoint.folder / name).rglob("*"))
+        if path.is_file()
+    }
 
 
 def path_of(model_id: str, kind: CheckpointKind, name: str) -> str:

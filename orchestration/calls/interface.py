@@ -26,9 +26,9 @@ from stages.calls.interface import (
 
 Kind = Literal[
     "create_model", "load_weights", "forward", "forward_backward", "optim_step", "save_weights",
-    "save_sampler", "unload_model", "sample",
+    "save_sampler", "save_external", "unload_model", "sample",
 ]  # fmt: skip
-CheckpointKind = Literal["weights", "sampler_weights"]
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 class NotThere(LookupError):
@@ -105,8 +105,8 @@ class Failed:
 @dataclass(frozen=True)
 class Done:
     """A request that was served. ``value``: by its kind PassOutput, SampleOutput, or a dict of JSON:
-    create_model, load_weights, unload_model {model_id}; optim_step {metrics}; save_weights {path};
-    save_sampler {path} or {sampling_session_id}."""
+    create_model, load_weights, unload_model {model_id}; optim_step {metrics}; save_weights,
+    save_external {path}; save_sampler {path} or {sampling_session_id}."""
 
     kind: Kind
     value: PassOutput | SampleOutput | Mapping[str, Any]
@@ -257,6 +257,11 @@ class CallService(Protocol):
         metadata: Mapping[str, str],
     ) -> Acknowledged: ...
 
+    async def save_external(
+        self, owner: str, model_id: str, seq_id: int, name: str, *, ttl: float | None
+    ) -> Acknowledged:
+        """Save weights for others than this service: see :meth:`exported`."""
+
     async def save_sampler(
         self,
         owner: str,
@@ -325,6 +330,10 @@ class CallService(Protocol):
     ) -> CheckpointInfo:
         """Copy a checkpoint to a model that is not trained: ``number`` of the session, or of one of
         its own (None). The same owner and ``key`` give the same copy ("": each call another one)."""
+
+    async def exported(self, owner: str, path: str) -> Mapping[str, str]:
+        """Return the files of a checkpoint that others read, by their names in it: an adapter as peft
+        has it, and a model as Hugging Face has it."""
 
     async def archive(self, owner: str, path: str) -> str:
         """Return the path of a .tar file with the checkpoint."""

@@ -26,7 +26,7 @@ from typing import Any
 
 import structlog
 
-from orchestration.calls.checkpoints import Checkpoints
+from orchestration.calls.checkpoints import Checkpoints, exported_files
 from orchestration.calls.engines.encoding import pack_adam, pack_output, pack_pass
 from orchestration.calls.engines.engine import Engine
 from orchestration.calls.engines.parts import MAX_ROWS
@@ -331,6 +331,13 @@ class Service:
         blob = pack_output(head)
         return await self._call(owner, model_id, seq_id, "save_weights", blob, **head)
 
+    async def save_external(
+        self, owner: str, model_id: str, seq_id: int, name: str, *, ttl: float | None
+    ) -> Acknowledged:
+        head: dict[str, Any] = {"name": name, "ttl": ttl, "overwrite": False, "metadata": {}}
+        blob = pack_output(head)
+        return await self._call(owner, model_id, seq_id, "save_external", blob, **head)
+
     async def save_sampler(
         self,
         owner: str,
@@ -481,6 +488,9 @@ class Service:
             if session_id is None:
                 await session.finish("copied")
         return copied
+
+    async def exported(self, owner: str, path: str) -> Mapping[str, str]:
+        return await asyncio.to_thread(exported_files, self._checkpoints.get(owner, path))
 
     async def archive(self, owner: str, path: str) -> str:
         with busy_disk():

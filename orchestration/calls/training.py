@@ -242,6 +242,8 @@ class TrainedModel:
                 result["path"] = head["path"]
             case "save_weights":
                 result = {"path": await self._save_checkpoint(request, "weights")}
+            case "save_external":
+                result = {"path": await self._save_checkpoint(request, "external_weights")}
             case "save_sampler" if head["number"] is None:
                 result = {"path": await self._save_checkpoint(request, "sampler_weights")}
             case "save_sampler":
@@ -315,10 +317,11 @@ class TrainedModel:
         checkpoint = Checkpoint(
             facts.owner, request.request_id, self.history.step, self._folder, info
         )
+        is_whole = kind == "external_weights" and not facts.options.rank
         save = partial(
             self._loaded.save,
             optimizer=kind == "weights",
-            merged=self._around.options.merged_checkpoints,
+            merged=is_whole or self._around.options.merged_checkpoints,
         )
         return await self._around.checkpoints.save(
             checkpoint, overwrite=head["overwrite"], number=head["seq"], write=save

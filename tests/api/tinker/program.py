@@ -5,6 +5,8 @@ TINKER_BASE_URL, TINKER_API_KEY ──▶ every call of the public clients once 
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
 import urllib.request
 from typing import Any
@@ -161,9 +163,64 @@ def sample(service: Any, trainer: Any) -> None:
         assert (len(top), top[0]) == (len(PROMPT), None)
         assert all(len(cells) == 3 for cells in top[1:]), top
     base = ended(service.create_sampling_client(base_model=MODEL))
+    score(base, prompt)
     text = types.SamplingParams(max_tokens=3, temperature=0.0)
     first, second = (base.sample(prompt, 1, text).result().sequences[0].tokens for _ in range(2))
     assert first == second
+
+
+def score(sampler: Any, prompt: Any) -> None:
+    """What newer SDKs ask of a prompt: targets, draws, its last tokens alone."""
+    plain = sampler.compute_logprobs(prompt).result()
+    asks = inspect.signature(sampler.sample).parameters
+    options = {"sampling_params": types.SamplingParams(max_tokens=1, seed=1), "num_samples": 1}
+    if "target_prompt_logprobs" in asks:  # from 0.30
+        ids = [PROMPT[1], -1, -1, PROMPT[2], -1, -1]
+        dense = types.TensorData(data=ids, dtype="int64", shape=[3, 2])
+        answer = sampler.sample(prompt, target_prompt_logprobs=dense, **options).result()
+        targets = answer.target_prompt_logprobs.tolist()
+        assert near([targets[0][0], targets[1][1]], plain[1:3]), (targets, plain)
+        assert [targets[0][1], targets[1][0], *targets[2]] == [0.0] * 4, targets
+        sparse = types.TensorData(
+            data=[PROMPT[3]],
+            dtype="int64",
+            shape=[3, 100],
+            sparse_crow_indices=[0, 0, 0, 1],
+            sparse_col_indices=[42],
+        )
+        answer = sampler.sample(prompt, target_prompt_logprobs=sparse, **options).result()
+        target = answer.target_prompt_logprobs
+        assert (target.sparse_col_indices, target.shape) == ([42], [3, 100]), target
+        assert near(target.data, plain[3:]), (target, plain)
+    if "prompt_alt_tokens_k" in asks:  # from 0.31
+        alternatives = sampler.sample(prompt, prompt_alt_tokens_k=4, **options).result()
+        drawn = alternatives.prompt_alt_tokens
+        assert (drawn.tokens.shape, drawn.logprobs.shape) == ([3, 4], [3, 4]), drawn
+        assert all(logprob < 0 for logprob in drawn.logprobs.data), drawn
+    if "prompt_logprobs_last_n" in asks:  # from 0.33
+        last = sampler.compute_logprobs(prompt, prompt_logprobs_last_n=2).result()
+        assert last[:2] == [None, None], last
+        assert near(last[2:], plain[2:]), (last, plain)
+
+
+def export(service: Any, trainer: Any) -> None:
+    """Weights for other programs, and copies of a checkpoint."""
+    if hasattr(trainer, "save_weights_external"):  # from 0.28
+        rest = service.create_rest_client()
+        path = trainer.save_weights_external("out").result().path
+        urls = rest.get_external_weights_urls(path).result().urls
+        assert {"adapter/adapter_config.json", "model/config.json"} <= set(urls), urls
+        with urllib.request.urlopen(urls["adapter/adapter_config.json"]) as file:
+            assert json.load(file)["r"] == 8
+        rest.delete_checkpoint_from_tinker_path(path).result()
+    if hasattr(service, "copy_weights"):  # from 0.26
+        path = trainer.save_state("source").result().path
+        copied = service.copy_weights(path, ttl_seconds=3600).result()
+        assert copied.endswith("/weights/source"), copied
+        assert copied != path
+        service.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+        begun = ended(service.create_training_client_from_state(copied))
+        assert begun.get_info().lora_rank == 8
 
 
 def look(service: Any, trainer: Any, path: str) -> None:
@@ -199,7 +256,9 @@ def look(service: Any, trainer: Any, path: str) -> None:
 
 
 def main() -> None:
-    service = tinker.ServiceClient()
+    # copies go to a project, of which this server has none
+    project = {"project_id": "any"} if hasattr(tinker.ServiceClient, "copy_weights") else {}
+    service = tinker.ServiceClient(**project)
     models = [each.model_name for each in service.get_server_capabilities().supported_models]
     assert MODEL in models, models
     trainer = ended(
@@ -209,9 +268,11 @@ def main() -> None:
     )
     info = trainer.get_info()
     assert (info.model_data.model_name, info.is_lora, info.lora_rank) == (MODEL, True, 8), info
+    assert info.model_data.arch == "llama", info
     train(trainer)
     path = save(service, trainer)
     sample(service, trainer)
+    export(service, trainer)
     look(service, trainer, path)
     if hasattr(service, "__exit__"):  # from 0.29
         service.__exit__(None, None, None)

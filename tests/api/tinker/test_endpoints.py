@@ -236,6 +236,42 @@ async def test_samples_of_each_kind_of_sampler(
     assert len(np.frombuffer(answer.sequences[0].tokens, "<i4")) == 2
 
 
+async def test_checkpoints_for_other_programs_and_copies(client: Client) -> None:
+    user = await User.of(client, "ann")
+    model = await user.model()
+    fields = {"model_id": model, "seq_id": 1, "path": "out", "ttl_seconds": 3600}
+    saved = await user.result(await user.post("save_weights_external", **fields))
+    path = f"tinker://{model}/external_weights/out"
+    assert saved == {"type": "save_weights_external", "path": path}
+    run = f"/api/v1/training_runs/{model}"
+    (listed,) = (await user.get(f"{run}/checkpoints"))["checkpoints"]
+    assert (listed["checkpoint_type"], listed["tinker_path"]) == ("external", path)
+    urls = await user.get(f"{run}/checkpoints/external_weights/out/external_weights_urls")
+    assert {*urls} == {"urls", "expires"}
+    missing = f"{run}/checkpoints/external_weights/other/external_weights_urls"
+    await problem(await user.ask("GET", missing), 404)
+
+    async def copy(key: str, **options: Any) -> str:
+        answer = await user.ask(
+            "POST",
+            "/api/v1/copy_weights",
+            json={"source_path": path, **options},
+            headers={"X-Idempotency-Key": key},
+        )
+        assert answer.status == 200, await answer.text()
+        return str((await answer.json())["tinker_path"])
+
+    first = await copy("a", destination_project_id="any")
+    assert await copy("a", destination_project_id="any") == first
+    assert await copy("b", destination_project_id="any") != first
+    session = model.partition(":")[0]
+    own = await copy("c", session_id=session, model_seq_id=1)
+    assert own == f"tinker://{session}:train:1/external_weights/out"
+    step = {"model_id": f"{session}:train:1", "seq_id": 1}
+    refused = await user.ask("POST", "/api/v1/optim_step", json=step)
+    assert "is not trained" in (await problem(refused, 422))["detail"]
+
+
 async def test_what_is_refused_fails_in_its_place_and_holds_nothing_up(client: Client) -> None:
     user = await User.of(client, "ann")
     model = await user.model()
@@ -251,6 +287,13 @@ async def test_what_is_refused_fails_in_its_place_and_holds_nothing_up(client: C
         await user.post("save_weights", model_id=model, seq_id=4, path="../../etc/passwd"),
         await user.post("save_weights", model_id=model, seq_id=5, ttl_seconds=-1),
         await user.post("load_weights", model_id=model, seq_id=6, path="tinker://a/b"),
+        await user.post(
+            "save_weights_external",
+            model_id=model,
+            seq_id=7,
+            path="x",
+            age_encryption_recipients=["age1"],
+        ),
     ]
     words = (
         "data.0.loss_fn_inputs.target_tokens.shape",
@@ -259,13 +302,14 @@ async def test_what_is_refused_fails_in_its_place_and_holds_nothing_up(client: C
         "path",
         "ttl_seconds",
         "tinker://a/b",
+        "age_encryption_recipients",
     )
     for call, word in zip(calls, words, strict=True):
         failure = await user.result(call)
         assert failure["category"] == "user"
         assert word in failure["error"], failure
     async with asyncio.timeout(10):
-        assert isinstance(await user.result(await user.train(data(model, 7))), bytes)
+        assert isinstance(await user.result(await user.train(data(model, 8))), bytes)
 
 
 async def test_one_request_waits_for_the_samples_of_a_sampler(client: Client) -> None:
@@ -359,6 +403,9 @@ async def test_another_token_sees_nothing(client: Client) -> None:
         ("POST", "/api/v1/load_weights", {"model_id": model, "path": path}),
         ("POST", "/api/v1/unload_model", {"model_id": model}),
         ("POST", "/api/v1/weights_info", {"tinker_path": path}),
+        ("POST", "/api/v1/copy_weights", {"source_path": path}),
+        ("POST", "/api/v1/save_weights_external", {"model_id": model, "seq_id": 2, "path": "x"}),
+        ("POST", "/api/v1/retrieve_futures", {"target": {"sampling_session_id": sampler}}),
         ("POST", "/api/v1/create_model", {"session_id": session, "base_model": "base"}),
         ("POST", "/api/v1/create_sampling_session", {"session_id": session, "base_model": "base"}),
         ("POST", "/api/v1/asample", {"sampling_session_id": sampler, **prompt}),
@@ -384,7 +431,7 @@ async def test_another_token_sees_nothing(client: Client) -> None:
     for path_of in ("/api/v1/checkpoints", f"/api/v1/training_runs/{model}/checkpoints"):
         assert (await bob.get(path_of))["checkpoints"] == []
     assert (await bob.get("/api/v1/training_runs"))["training_runs"] == []
-    assert await bob.get("/tinker/models") == {"models": [], "total": 0}
+    assert await bob.get("/tinker/models") == {"models": [], "total": 0, "runs": True}
     assert (await bob.get("/api/v1/sessions"))["sessions"] == []
     own = (await bob.post("create_session"))["session_id"]
     stolen = await bob.ask(

@@ -14,7 +14,7 @@ from api.server.service.operations import Operation, operations_of
 from api.tinker import sampling
 from api.tinker.routes import ROUTES
 from api.tinker.samples import SampleBody, Sampling, Targets
-from api.tinker.schemas import SaveBody, SaveSamplerBody, StepBody
+from api.tinker.schemas import SaveBody, SaveExternalBody, SaveSamplerBody, StepBody
 from tests.api.serving import Client
 from tests.api.tinker.test_endpoints import User, client
 
@@ -30,6 +30,7 @@ VALUES = (
 CONTENTS: dict[str, type[pydantic.BaseModel]] = {
     "/api/v1/optim_step": StepBody,
     "/api/v1/save_weights": SaveBody,
+    "/api/v1/save_weights_external": SaveExternalBody,
     "/api/v1/save_weights_for_sampler": SaveSamplerBody,
 }
 # fields of fields
