@@ -106,15 +106,87 @@ async def open_service(
         yield service
 
 
-class Service:
+class CheckpointCalls:
+    """The operations on checkpoints of :class:`orchestration.calls.interface.CallService`."""
+
+    def __init__(
+        self, served: Mapping[str, Served], sessions: Sessions, checkpoints: Checkpoints
+    ) -> None:
+        self._served = served
+        self._sessions = sessions
+        self._checkpoints = checkpoints
+
+    async def checkpoint(self, owner: str, path: str) -> CheckpointInfo:
+        return self._checkpoints.get(owner, path).info
+
+    async def checkpoints(
+        self, owner: str, model_id: str | None = None
+    ) -> Sequence[CheckpointInfo]:
+        return [
+            checkpoint.info
+            for checkpoint in self._checkpoints
+            if checkpoint.owner == owner and model_id in (None, checkpoint.info.model_id)
+        ]
+
+    async def delete_checkpoint(self, owner: str, path: str) -> None:
+        await self._checkpoints.delete(self._checkpoints.get(owner, path))
+
+    async def expire_checkpoint(self, owner: str, path: str, ttl: float | None) -> None:
+        with busy_disk():
+            expires = None if ttl is None else time.time() + ttl
+            self._checkpoints.expire(self._checkpoints.get(owner, path), expires)
+
+    async def copy_checkpoint(
+        self,
+        owner: str,
+        path: str,
+        *,
+        session_id: str | None,
+        number: int,
+        ttl: float | None,
+        key: str,
+    ) -> CheckpointInfo:
+        source = self._checkpoints.get(owner, path)
+        self._must_be_served(source.info.base, path)
+        with busy_disk():
+            if session_id is not None:
+                session = self._sessions.session(owner, session_id, for_calls=True)
+            else:
+                name = str(uuid.uuid5(COPIES, f"{owner} {key}")) if key else ""
+                session = await self._sessions.open(owner, (), {}, f"copy of {path}", name)
+            model_id = _model_id(session.facts.session_id, number)
+            facts = Facts(model_id, owner, source.info.base, source.info.options, {}, True)
+            model = await self._sessions.open_model(session, number, facts)
+            if not model.facts.is_copy:
+                raise CallRefused(
+                    message=f"model_seq_id {number} is another model's; give a new one"
+                )
+            expires = None if ttl is None else time.time() + ttl
+            copied = await self._checkpoints.copy(source, model_id, expires)
+            if session_id is None:
+                await session.finish("copied")
+        return copied
+
+    async def exported(self, owner: str, path: str) -> Mapping[str, str]:
+        return await asyncio.to_thread(exported_files, self._checkpoints.get(owner, path))
+
+    async def archive(self, owner: str, path: str) -> str:
+        with busy_disk():
+            return str(await self._checkpoints.archive(self._checkpoints.get(owner, path)))
+
+    def _must_be_served(self, base: str, path: str) -> None:
+        if base not in self._served:
+            raise CallRefused(message=f"base_model {base!r} of {path} is not served")
+
+
+class Service(CheckpointCalls):
     """Implements :class:`orchestration.calls.interface.CallService`. Open it with
     :func:`open_service`."""
 
     def __init__(self, folder: Path, served: Mapping[str, Served], options: CallOptions) -> None:
-        self._served = served
+        checkpoints = Checkpoints(folder / "checkpoints")
+        super().__init__(served, Sessions(folder, served, checkpoints, options), checkpoints)
         self._options = options
-        self._checkpoints = Checkpoints(folder / "checkpoints")
-        self._sessions = Sessions(folder, served, self._checkpoints, options)
         self._tasks = {asyncio.create_task(self._sweep())}
 
     @property
@@ -246,8 +318,8 @@ class Service:
         self._must_start(model.facts.base)
         if model.facts.is_copy:
             raise CallRefused(
-                message=f"{model_id} has the copy of a checkpoint and is not trained; create a model "
-                f"from that checkpoint"
+                message=f"{model_id} has the copy of a checkpoint and is not trained; create a "
+                f"model from that checkpoint"
             )
         if not 0 < seq_id < 2**31:
             raise CallRefused(message=f"seq_id {seq_id}: give 1, 2, … to a model's calls")
@@ -261,10 +333,6 @@ class Service:
         model.last_request = time.time()
         request_id = await model.history.call(kind, seq_id, blob, **head)
         return Acknowledged(request_id, model_id)
-
-    def _must_be_served(self, base: str, path: str) -> None:
-        if base not in self._served:
-            raise CallRefused(message=f"base_model {base!r} of {path} is not served")
 
     def _must_start(self, base: str) -> None:
         """Raise CallRefused where nothing will serve a call on ``base``, and Busy where nothing does
@@ -435,66 +503,6 @@ class Service:
             if request.outcome is not None
         ]
         return completions, cursor
-
-    # --- checkpoints
-
-    async def checkpoint(self, owner: str, path: str) -> CheckpointInfo:
-        return self._checkpoints.get(owner, path).info
-
-    async def checkpoints(
-        self, owner: str, model_id: str | None = None
-    ) -> Sequence[CheckpointInfo]:
-        return [
-            checkpoint.info
-            for checkpoint in self._checkpoints
-            if checkpoint.owner == owner and model_id in (None, checkpoint.info.model_id)
-        ]
-
-    async def delete_checkpoint(self, owner: str, path: str) -> None:
-        await self._checkpoints.delete(self._checkpoints.get(owner, path))
-
-    async def expire_checkpoint(self, owner: str, path: str, ttl: float | None) -> None:
-        with busy_disk():
-            expires = None if ttl is None else time.time() + ttl
-            self._checkpoints.expire(self._checkpoints.get(owner, path), expires)
-
-    async def copy_checkpoint(
-        self,
-        owner: str,
-        path: str,
-        *,
-        session_id: str | None,
-        number: int,
-        ttl: float | None,
-        key: str,
-    ) -> CheckpointInfo:
-        source = self._checkpoints.get(owner, path)
-        self._must_be_served(source.info.base, path)
-        with busy_disk():
-            if session_id is not None:
-                session = self._sessions.session(owner, session_id, for_calls=True)
-            else:
-                name = str(uuid.uuid5(COPIES, f"{owner} {key}")) if key else ""
-                session = await self._sessions.open(owner, (), {}, f"copy of {path}", name)
-            model_id = _model_id(session.facts.session_id, number)
-            facts = Facts(model_id, owner, source.info.base, source.info.options, {}, True)
-            model = await self._sessions.open_model(session, number, facts)
-            if not model.facts.is_copy:
-                raise CallRefused(
-                    message=f"model_seq_id {number} is another model's; give a new one"
-                )
-            expires = None if ttl is None else time.time() + ttl
-            copied = await self._checkpoints.copy(source, model_id, expires)
-            if session_id is None:
-                await session.finish("copied")
-        return copied
-
-    async def exported(self, owner: str, path: str) -> Mapping[str, str]:
-        return await asyncio.to_thread(exported_files, self._checkpoints.get(owner, path))
-
-    async def archive(self, owner: str, path: str) -> str:
-        with busy_disk():
-            return str(await self._checkpoints.archive(self._checkpoints.get(owner, path)))
 
     async def ledger(self, owner: str, model_id: str) -> Mapping[str, Any]:
         model = self._sessions.model(owner, model_id)
