@@ -25,8 +25,9 @@ from stages.calls.interface import (
     SampleRequest,
     SamplingOptions,
 )
-from stages.calls.prompt_scores import SLICE_VALUES
+from stages.calls.prompt_scores import SLICE_VALUES, score
 from stages.calls.sampler import EngineSampler
+from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.rollout import MOST_LOGITS, TorchRolloutEngine
 from stages.model.load import tiny_model, tiny_tokenizer
@@ -352,11 +353,11 @@ async def test_a_prompt_that_several_requests_ask_of_is_computed_once(
     counted: list[int] = []
     compute = TorchDecoder.score
 
-    def score(decoder: TorchDecoder, *arguments: Any) -> torch.Tensor:
+    def counting(decoder: TorchDecoder, *arguments: Any) -> torch.Tensor:
         counted.append(1)
         return compute(decoder, *arguments)
 
-    monkeypatch.setattr(TorchDecoder, "score", score)
+    monkeypatch.setattr(TorchDecoder, "score", counting)
     options = SamplingOptions(max_tokens=1, temperature=0.0)
     request = ask(options, prompt_logprobs=True, targets=Matrix((5, 1), np.arange(5)))
     async with sampling() as sampler:
@@ -380,6 +381,33 @@ async def test_a_prompt_that_several_requests_ask_of_is_computed_once(
         after = await sampler.sample("a", request, 0)
         await before
         assert not np.allclose(after.prompt_logprobs[1:], alone.prompt_logprobs[1:], atol=1e-3)  # type: ignore[index]
+
+
+class WithoutLogits:
+    """An engine that scores prompts, and does not let its logits be read, as vLLM."""
+
+    def __init__(self, core: TorchRolloutEngine) -> None:
+        self.score_prompt = core.score_prompt
+
+
+async def test_an_engine_without_logits_scores_prompts_and_refuses_the_rest() -> None:
+    core = engine()
+    group = GroupRequest(0, (0,), torch.tensor(PROMPT), SamplingParams(1), 0)
+    try:
+        for last in (None, 2):
+            request = ask(prompt_logprobs=True, top_k_prompt=2, score_last=last)
+            scores = await score(WithoutLogits(core), group, request)
+            same = await score(core, group, request)
+            assert np.array_equal(scores.logprobs, same.logprobs, equal_nan=True)  # type: ignore[arg-type]
+            assert scores.top == same.top
+        for asked, message in (
+            (ask(prompt_draws=1), "prompt_alt_tokens_k: needs the logits"),
+            (ask(targets=Matrix((5, 1), np.arange(5))), "target_prompt_logprobs: needs the logits"),
+        ):
+            with pytest.raises(CallRefused, match=message):
+                await score(WithoutLogits(core), group, asked)
+    finally:
+        await core.close()
 
 
 REFUSALS: dict[str, tuple[Callable[[int], SampleRequest], str]] = {
