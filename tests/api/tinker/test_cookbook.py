@@ -70,10 +70,13 @@ def test_reinforcement_learning_goes_on_after_its_client_was_killed(
             assert time.monotonic() < deadline
             time.sleep(0.1)
     saved = [json.loads(line) for line in checkpoints.open()]
-    steps = saved[-1]["batch"] + 2
+    begun = saved[-1]["batch"]
+    steps = begun + 2
     rows = run("math_rl.train", server, folder, *arithmetic(steps))
     trained = [row for row in rows if "env/all/reward/total" in row]
-    assert [row["progress/batch"] for row in trained] == [*range(steps)]
+    batches = [row["progress/batch"] for row in trained]
+    # the client logs a batch after its checkpoint, and may have been killed in between
+    assert batches in ([*range(steps)], [n for n in range(steps) if n != begun - 1])
     for row in trained:
         # the sampler's logprobs are the trainer's: both have the same weights
         assert abs(row["optim/kl_sample_train_v1"]) < 1e-4
