@@ -28,14 +28,14 @@ class Tenant:
         self._service = tinker.ServiceClient(api_key=key)
 
     async def open(self) -> None:
-        self.trainer = await self._service.create_lora_training_client(
+        self.trainer = await self._service.create_lora_training_client_async(
             base_model=self.job["base"], rank=self.job["rank"]
         )
         self._sampler = await self.trainer.save_weights_and_get_sampling_client_async()
 
     async def sample(self, prompt: list[int], max_tokens: int) -> Any:
         parameters = types.SamplingParams(max_tokens=max_tokens, temperature=1.0)
-        answer = await self._sampler.sample(
+        answer = await self._sampler.sample_async(
             prompt=types.ModelInput.from_ints(tokens=prompt),
             num_samples=1,
             sampling_params=parameters,
