@@ -66,7 +66,7 @@ GROWTH = 2**30  # bytes that a process may have more than when a tenth of the me
 ANSWER_SECONDS = 90.0  # in which each call has an answer
 RETRIEVED = 24  # answers that a tenant waits for at once
 ENGINE = "orchestration.calls.engines.process"
-TRACES = ("Traceback (most recent call last)", "ALARM", "[error", "[critical")
+TRACES = ("Traceback (most recent call last)", '"level": "error"', '"level": "critical"')
 # of a refusal's text: a field of a message, or the kind of thing that is not there
 FIELDS = {name for operation in OPERATIONS for name in fields_of(operation)}
 FIELDS |= {name for kind in MESSAGES.values() for name in kind.DESCRIPTOR.fields_by_name}

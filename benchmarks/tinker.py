@@ -13,7 +13,8 @@ Tokens are those of prompts and responses, the prompt once per response. Arms al
 other work on the machine slows both; the seconds of the processors (of all processes of a side but
 the client's) vary less than those of the clock.
 
-    loop      tokens a second of one tenant's loop, of our run, and of all tenants together
+    loop      tokens a second of one tenant's loop, of our run, and of all tenants together; with
+              --peer, of the same loop on another server
     times     an optimizer step after a pass of one token; a sample of one token
     flood     one tenant's step while another one, another one with many models, or all others have
               passes and samples under way all the time, over its step alone, in turn
@@ -152,16 +153,20 @@ def server(job: Job, folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
         assert process.stdout is not None
         process.stdout.readline()
         url = process.stdout.readline().strip().partition("=")[2]
-        environment = {
-            "TINKER_BASE_URL": url,
-            "TINKER_API_KEY": f"tml-{read_authorization(folder)}",
-            "TINKER_TELEMETRY": "0",
-            "NO_PROXY": "127.0.0.1,localhost",
-        }
-        yield process.pid, environment
+        yield process.pid, variables(url, f"tml-{read_authorization(folder)}")
     finally:
         process.terminate()
         process.wait()
+
+
+def variables(url: str, key: str) -> dict[str, str]:
+    """Return what the environment of a client has."""
+    return {
+        "TINKER_BASE_URL": url,
+        "TINKER_API_KEY": key,
+        "TINKER_TELEMETRY": "0",
+        "NO_PROXY": "127.0.0.1,localhost",
+    }
 
 
 def keys(folder: Path, tenants: int) -> list[str]:
@@ -233,6 +238,14 @@ def run_arm(job: Job, home: Path, number: int) -> Arm:
     return Arm(tokens, end - begin, processor.between(begin, end))
 
 
+def peer_arm(python: str, url: str, base: str, process: str, job: Job) -> Arm:
+    """The loop on another server of Tinker's interface, which serves the job's model as ``base``."""
+    key = "tml-peer"
+    with ProcessorTime(int(process)) as processor:
+        told = client(python, variables(url, key), job, "loop", base=base, keys=[key])
+        return loop_arm([facts for facts in told if "tokens" in facts], processor)
+
+
 def loop_arm(steps: Sequence[dict[str, Any]], processor: ProcessorTime) -> Arm:
     """``steps`` of all tenants, of which the first ones of each are not counted."""
     counted = steps[UNCOUNTED * len({step["tenant"] for step in steps}) :]
@@ -297,6 +310,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--flood", type=int, default=2, help="passes and samples of each model")
     parser.add_argument("--flood-alone", action="store_true", help="measure nothing else")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--peer",
+        nargs=4,
+        metavar=("PYTHON", "URL", "MODEL", "PID"),
+        help="another server: a client for it, its address, its name of the model, its process",
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps: whether it works")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -352,6 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     phases += made[UNCOUNTED:]
                     arms["tinker"].append(loop_arm(made, processor))
                     arms["run"].append(run_arm(job, home, number))
+                    if options.peer:
+                        arms.setdefault("peer", []).append(peer_arm(*options.peer, job))
                 times = told("times", tenants[:1], calls=options.calls)
                 arms["all tenants"] = [loop_arm(steps(tenants), processor)]
                 measured |= report(arms, phases, times)

@@ -107,6 +107,7 @@ BOUNDARIES: Mapping[str, tuple[str, ...]] = {
             f"api/tinker/test_messages.py::test_{attack}"
             for attack in (
                 "a_tensor_that_lies_is_refused_by_its_place",
+                "texts_that_are_not_utf8_are_refused",
                 "many_empty_parts_are_refused_before_they_take_memory",
                 "any_bytes_are_read_or_refused_in_words",
             )

@@ -60,7 +60,13 @@ class MessageDamaged(ValueError):
 
 
 def _classes() -> dict[str, Any]:
-    file = FileDescriptorProto(name="asyncdock/tinker.proto", package=_PACKAGE, syntax="proto2")
+    # this edition refuses texts that are not UTF-8, and tells whether a field is there
+    file = FileDescriptorProto(
+        name="asyncdock/tinker.proto",
+        package=_PACKAGE,
+        syntax="editions",
+        edition="EDITION_2023",
+    )
     for message_name, fields in _FIELDS.items():
         message = file.message_type.add(name=message_name)
         for field in fields.split(", "):

@@ -153,6 +153,12 @@ class TrainedModel:
                 raise
             ends = f"the engine has ended {request.attempts} times during this call ({error})"
             outcome = Failed(ends, by_client=False)
+        except EngineDown:
+            raise
+        except Exception as error:  # the model's later calls do not wait for ever
+            log.exception("a call has failed", request=request.request_id)
+            outcome = Failed(f"{type(error).__name__}: {error}", by_client=False)
+            self._loaded.forget()
         await self._settle(request, outcome, facts)
 
     async def _settle(

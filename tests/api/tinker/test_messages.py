@@ -157,6 +157,16 @@ def test_what_is_no_text_and_no_datum_is_refused_by_its_place() -> None:
         read(*[b""] * (MOST_DATA + 1))
 
 
+def test_texts_that_are_not_utf8_are_refused() -> None:
+    sampled = {"sequence_id": "name", "offset": 0, "length": 1}
+    span = bytes(MESSAGES["Span"](sampled_tokens=sampled).SerializeToString())
+    with pytest.raises(CallRefused) as raised:
+        read(datum([text(1)], [span.replace(b"name", b"\xff\xfe00")]))
+    assert raised.value.problems[0].key == "data.0"
+    with pytest.raises(MessageDamaged):
+        read_head(body().replace(b"cross_entropy", b"cross\xffentropy"))
+
+
 def test_many_empty_parts_are_refused_before_they_take_memory() -> None:
     """Two bytes each on the wire, and many times that as messages."""
     for bomb in (b"\x1a\x00" * 2**20, body(b"\x0a\x00" * 2**20)):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from orchestration.calls.interface import Acknowledged, Busy, Done, Failed, Gone, NotThere
 from stages.calls.interface import (
@@ -150,6 +151,19 @@ async def test_what_the_api_refuses_keeps_its_place_and_costs_the_step(tmp_path:
         step = await client.step(seq=2)
         assert "an image" in await client.failure(refused)
         assert "call 1, forward_backward, has failed" in await client.failure(step)
+
+
+async def test_a_call_that_nobody_has_foreseen_fails_alone(tmp_path: Path) -> None:
+    nameless: Any = b"no text"
+    async with small_service(tmp_path) as service:
+        client = await Client.create(service)
+        with capture_logs():
+            odd = await client.result(await client.train(datum(1, sampled=((nameless, 0, 1),))))
+        assert isinstance(odd, Failed)
+        assert not odd.by_client
+        assert isinstance(await client.result(await client.step()), Failed)
+        await client.result(await client.train(datum(1)))
+        assert isinstance(await client.result(await client.step()), Done)
 
 
 async def test_a_call_that_is_too_large_fails_and_says_what_to_do(tmp_path: Path) -> None:
