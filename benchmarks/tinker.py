@@ -242,8 +242,9 @@ def peer_arm(python: str, url: str, base: str, process: str, job: Job) -> Arm:
     """The loop on another server of Tinker's interface, which serves the job's model as ``base``."""
     key = "tml-peer"
     with ProcessorTime(int(process)) as processor:
-        told = client(python, variables(url, key), job, "loop", base=base, keys=[key])
-        return loop_arm([facts for facts in told if "tokens" in facts], processor)
+        of_client = {"base": base, "keys": [key]}
+        with client(python, variables(url, key), job, "loop", **of_client) as told:
+            return loop_arm([facts for facts in told if "tokens" in facts], processor)
 
 
 def loop_arm(steps: Sequence[dict[str, Any]], processor: ProcessorTime) -> Arm:

@@ -14,6 +14,8 @@ from pipeline.problems import Problem
 from stages.calls.interface import CallRefused, Matrix
 
 MOST_VALUES = 2**25  # of all tensors of one request, sparse ones with their zeros
+SPARSE_VALUES = 2**16  # of a sparse tensor with its zeros; beyond, for each byte of it:
+VALUES_OF_BYTE = 64  # a row has at least 8 bytes, so that 512 columns always fit
 MOST_AXES = 2
 FLOAT32 = 1
 INT64 = 2
@@ -30,6 +32,10 @@ def read_tensor(place: str, tensor: Any, room: int) -> np.ndarray:
         fix = f"send at most {MOST_AXES} axes, and {MOST_VALUES} values in one call"
         refuse(f"{place}.shape", shape[:8], "is refused", fix)
     if tensor.HasField("sparse_csr"):
+        most = SPARSE_VALUES + VALUES_OF_BYTE * tensor.ByteSize()
+        if math.prod(shape) > most:
+            fix = f"send at most {most} values with the zeros, or the tensor as it is"
+            refuse(f"{place}.shape", shape, "is too large for what is in it", fix)
         array = _read_sparse(place, tensor.sparse_csr, dtype, shape)
     else:
         array = tensor_values(place, tensor.dense, dtype)

@@ -55,6 +55,8 @@ class CallOptions:
     """Of an owner, recorded and not answered."""
     waiting_bytes: int = 1 << 30
     """Of an owner's calls that wait."""
+    owner_requests: int = 1_000_000
+    """Of an owner, answered or not, until they are forgotten: each takes about 1.2 KB of memory."""
     call_bytes: int = 256 << 20
     """Of one call."""
     owner_sessions: int = 256

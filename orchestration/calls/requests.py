@@ -34,11 +34,13 @@ AGAIN_SECONDS = 5.0  # until an answer that the disk has refused is written agai
 
 @dataclass(eq=False)
 class Account:
-    """What an owner has waiting, within the limits of ``options``."""
+    """What an owner has waiting, within the limits of ``options``. ``total``: with the requests
+    whose answers may still be read."""
 
     options: CallOptions
     requests: int = 0
     bytes: int = 0
+    total: int = 0
 
     def charge(self, nbytes: int, *, must: bool) -> None:
         """Count a request in. Raises Busy, unless it ``must`` be taken."""
@@ -49,6 +51,16 @@ class Account:
             raise Busy(f"requests of {self.bytes} bytes wait, at most {options.waiting_bytes} may")
         self.requests += 1
         self.bytes += nbytes
+
+    def check_total(self) -> None:
+        """Raise Busy where an owner has too many requests in memory."""
+        most = self.options.owner_requests
+        if self.total >= most:
+            raise Busy(
+                f"{self.total} requests are not forgotten yet, at most {most} may be; read their "
+                f"answers, which are forgotten {self.options.answer_seconds:.0f} s later",
+                60.0,
+            )
 
     def release(self, nbytes: int) -> None:
         self.requests -= 1
@@ -148,12 +160,12 @@ class Requests:
         head = record.head
         if "call" in head:
             request = Request(head, record)
-            self._by_id[request.request_id] = request
+            self._put(request)
             self._account.charge(record.size, must=True)
             return request
         of_call = head["answer"]
         request = self._by_id.get(of_call["call"]) or Request(of_call, None)
-        self._by_id[request.request_id] = request
+        self._put(request)
         if request.call is not None and request.outcome is None:
             self._account.release(request.call.size)
         request.outcome = record
@@ -169,10 +181,11 @@ class Requests:
         checksum = zlib.crc32(blob)
         request = self._by_id.get(head["call"])
         if request is None:
+            self._account.check_total()
             self._account.charge(len(blob), must=must)
             head = {**head, "checksum": checksum}
             request = Request(head, self.journal.append(head, blob))
-            self._by_id[request.request_id] = request
+            self._put(request)
             assert request.call is not None
             assert request.call.written is not None
             request.call.written.add_done_callback(partial(self._recorded, request))
@@ -190,7 +203,7 @@ class Requests:
 
     def _recorded(self, request: Request, written: asyncio.Future[None]) -> None:
         if written.cancelled() or written.exception() is not None:
-            self._by_id.pop(request.request_id, None)
+            self.forget(request)
             self._account.release(request.size)
         else:
             self._arrived(request)
@@ -268,8 +281,13 @@ class Requests:
             )
         ]
 
+    def _put(self, request: Request) -> None:
+        self._account.total += request.request_id not in self._by_id
+        self._by_id[request.request_id] = request
+
     def forget(self, request: Request) -> None:
         del self._by_id[request.request_id]
+        self._account.total -= 1
 
     def records(self) -> Iterator[Record | None]:
         """Calls and answers, as far as they are needed."""

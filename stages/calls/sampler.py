@@ -15,6 +15,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -147,7 +148,7 @@ class EngineSampler:
                     scores.drawn,
                 )
         except RequestRefused as error:
-            raise CallRefused(*error.problems) from error
+            raise CallRefused(*map(_as_sent, error.problems)) from error
         except EngineFailed as error:
             raise SamplerFailed(str(error)) from error
         except (AdaptersRemoved, EngineClosed, WeightMismatch) as error:
@@ -199,6 +200,8 @@ class EngineSampler:
     ) -> GroupRequest:
         options = request.options
         prompt = torch.tensor(request.prompt)
+        if not len(prompt):
+            raise _refused("prompt", None, "has no tokens", "send at least one")
         room = context - len(prompt)
         if room < 1:
             wrong = f"has {len(prompt)} tokens, and the context {context}: there is room for none"
@@ -279,6 +282,12 @@ async def _generate(
         for place in group.places
     ]
     return sequences, min(each.cached_tokens for each in ended.values())
+
+
+def _as_sent(problem: Problem) -> Problem:
+    """Return what an engine says of a request, by the name that its client knows."""
+    key, wrong = (text.replace("prompt_ids", "prompt") for text in (problem.key, problem.wrong))
+    return replace(problem, key=key, wrong=wrong)
 
 
 def _refused(key: str, value: object, wrong: str, fix: str = "") -> CallRefused:

@@ -112,6 +112,10 @@ def test_options_of_old_and_new_clients_are_the_same() -> None:
             {"target_tokens": sparse(2, 2**40, [0, 0, 0], [], [])},
             "data.1.loss_fn_inputs.target_tokens.shape",
         ),
+        (
+            {"target_tokens": sparse(3, 2**23, [0, 1, 2, 3], [0, 1, 0], [6, 7, 8])},
+            "data.1.loss_fn_inputs.target_tokens.shape",
+        ),
         ({"target_tokens": sparse(2, 2, [0, 1], [0], [1])}, "data.1.loss_fn_inputs.target_tokens"),
         (
             {"target_tokens": sparse(2, 2, [0, 2, 1], [0], [1])},
@@ -165,6 +169,15 @@ def test_texts_that_are_not_utf8_are_refused() -> None:
     assert raised.value.problems[0].key == "data.0"
     with pytest.raises(MessageDamaged):
         read_head(body().replace(b"cross_entropy", b"cross\xffentropy"))
+
+
+def test_a_sparse_tensor_has_room_for_the_zeros_of_long_prompts() -> None:
+    rows = 2000
+    starts = [0] * rows + [1]
+    (row,) = read(datum([text(*[1] * rows)], target_tokens=sparse(rows, 512, starts, [3], [9])))
+    targets = row.inputs["target_tokens"]
+    assert targets.shape == (rows, 512)
+    assert targets.sum() == targets[-1, 3] == 9
 
 
 def test_many_empty_parts_are_refused_before_they_take_memory() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -499,6 +500,32 @@ async def test_limits_of_an_owner_are_said_and_do_not_reach_others(tmp_path: Pat
         await client.done(first)
         await client.done(f"{client.model_id}:3")
         await client.done(await client.train(datum(1), seq=4))
+
+
+async def test_requests_that_are_not_forgotten_are_bounded(tmp_path: Path) -> None:
+    async with small_service(tmp_path, owner_requests=4) as service:
+        client = await Client.create(service)
+        for _ in range(3):
+            await client.done(await client.train(datum(1)))
+        with pytest.raises(Busy, match="4 requests are not forgotten yet, at most 4"):
+            await client.train(datum(1))
+        await Client.create(service, owner="bob")
+    async with small_service(tmp_path, owner_requests=4) as service:
+        client.service = service
+        with pytest.raises(Busy, match="4 requests"):
+            await client.train(datum(1), seq=4)
+    limits = {"owner_requests": 4, "answer_seconds": 0.0, "state_steps": 1, "silent_seconds": 0.2}
+    async with small_service(tmp_path, **limits) as service:
+        for seq_id in range(4):
+            client.service = service
+            await client.done(f"{client.model_id}:{seq_id}")
+        await service.finish_session("ann", client.session_id, "")
+        async with asyncio.timeout(SECONDS):
+            while True:
+                with suppress(Busy):
+                    await Client.create(service)
+                    break
+                await asyncio.sleep(0.05)
 
 
 async def test_waiting_bytes_of_an_owner_are_bounded(tmp_path: Path) -> None:

@@ -411,9 +411,9 @@ async def test_an_engine_without_logits_scores_prompts_and_refuses_the_rest() ->
 
 
 REFUSALS: dict[str, tuple[Callable[[int], SampleRequest], str]] = {
-    "empty": (lambda _: ask(prompt=PROMPT[:0]), "prompt_ids"),
+    "empty": (lambda _: ask(prompt=PROMPT[:0]), "prompt: has no tokens"),
     "negative": (lambda _: ask(prompt=np.array([3, -1])), r"has -1\.\.3; the model knows"),
-    "unknown": (lambda _: ask(prompt=np.array([VOCABULARY])), "the model knows 0"),
+    "unknown": (lambda _: ask(prompt=np.array([VOCABULARY])), r"prompt: prompt has \d.* knows 0"),
     "floats": (lambda _: ask(prompt=PROMPT.astype(np.float64)), "give int64"),
     "long": (lambda c: ask(replace(GREEDY, max_tokens=c)), r"6 prompt tokens \+ max_tokens \d+ >"),
     "none fits": (lambda c: ask(prompt=np.ones(c, np.int64)), "prompt: has .* room for none"),
