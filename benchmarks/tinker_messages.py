@@ -24,13 +24,12 @@ from backports import zstd
 from api.server.service.operations import Operation, operations_of
 from api.tinker.messages import MESSAGES
 from api.tinker.models import PROTOBUF
-from api.tinker.passes import FLOAT32
 from api.tinker.routes import ROUTES
-from api.tinker.schemas import SaveBody, SaveSamplerBody, StepBody
+from api.tinker.schemas import SaveBody, SaveExternalBody, SaveSamplerBody, StepBody
+from api.tinker.tensors import FLOAT32, INT64
 
 JSON = "application/json"
 BASE = "tiny"
-INT64 = 2
 HUGE = "9" * 400
 # as JSON has them, where Python's values would not show what is sent
 VALUES = (
@@ -47,6 +46,7 @@ FURTHER = (
 CONTENTS: dict[str, type[pydantic.BaseModel]] = {
     "/api/v1/optim_step": StepBody,
     "/api/v1/save_weights": SaveBody,
+    "/api/v1/save_weights_external": SaveExternalBody,
     "/api/v1/save_weights_for_sampler": SaveSamplerBody,
 }
 OPERATIONS = operations_of(ROUTES)

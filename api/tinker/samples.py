@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from api.tinker.messages import MESSAGES
-from api.tinker.schemas import LARGEST, Named, Number, Tolerant
+from api.tinker.schemas import LARGEST, Integer, Named, Number, Tolerant
 from api.tinker.tensors import is_sparse_matrix, refuse, write_tensor
 from stages.calls.interface import (
     Matrix,
@@ -34,8 +34,8 @@ class Prompt(Tolerant):
 
 class Sampling(Tolerant):
     max_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
-    seed: int | None = Field(default=None, ge=-LARGEST, le=LARGEST)
-    stop: str | list[str] | list[Number] | None = None
+    seed: Integer | None = None
+    stop: str | list[str] | list[Integer] | None = None
     temperature: float = Field(default=1.0, ge=0)
     top_k: int = Field(default=-1, ge=-1, le=LARGEST)
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -11,6 +11,7 @@ from orchestration.calls.interface import CheckpointKind
 from stages.calls.interface import AdamOptions, ModelOptions
 
 LARGEST = 2**63 - 1
+Integer = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
 Turn = Annotated[int, Field(ge=1, le=LARGEST)]
 Named = Annotated[str, Field(min_length=1, max_length=300)]

@@ -28,7 +28,8 @@ def read_tensor(place: str, tensor: Any, room: int) -> np.ndarray:
     shape = tuple(tensor.shape)
     if dtype is None:
         refuse(place, tensor.dtype, "is no known dtype", "send float32 (1) or int64 (2)")
-    if len(shape) > MOST_AXES or min(shape, default=0) < 0 or math.prod(shape) > room:
+    sizes = (0, *shape, math.prod(shape))
+    if len(shape) > MOST_AXES or min(sizes) < 0 or max(sizes) > room:
         fix = f"send at most {MOST_AXES} axes, and {MOST_VALUES} values in one call"
         refuse(f"{place}.shape", shape[:8], "is refused", fix)
     if tensor.HasField("sparse_csr"):

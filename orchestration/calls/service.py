@@ -50,6 +50,7 @@ from orchestration.calls.interface import (
 from orchestration.calls.sampling import Session, check_number
 from orchestration.calls.sessions import Sessions, busy_disk
 from pipeline.locks import take
+from pipeline.problems import Problem
 from stages.calls.interface import (
     AdamOptions,
     CallRefused,
@@ -207,11 +208,7 @@ class Service(CheckpointCalls):
         metadata: Mapping[str, Any],
         display_name: str = "",
     ) -> str:
-        if (
-            len(pack_output({"tags": tags, "metadata": metadata, "name": display_name}))
-            > FACTS_BYTES
-        ):
-            raise CallRefused(message=f"user_metadata and tags: at most {FACTS_BYTES} bytes")
+        _check_facts({"tags": tags, "metadata": metadata, "name": display_name})
         with busy_disk():
             session = await self._sessions.open(owner, tags, metadata, display_name)
         return session.facts.session_id
@@ -252,6 +249,7 @@ class Service(CheckpointCalls):
                 message=f"base_model {base[:200]!r} is not served; there are "
                 f"{', '.join(self._served)}"
             )
+        _check_facts(metadata)
         session = self._sessions.session(owner, session_id, for_calls=True)
         facts = Facts(_model_id(session_id, number), owner, base, options, metadata)
         blob = pack_output({"base": base, "options": asdict(options)})
@@ -267,6 +265,7 @@ class Service(CheckpointCalls):
         optimizer: bool,
         metadata: Mapping[str, Any],
     ) -> Acknowledged:
+        _check_facts(metadata)
         session = self._sessions.session(owner, session_id, for_calls=True)
         model_id = _model_id(session_id, number)
         if number in session.models:
@@ -535,6 +534,18 @@ class Service(CheckpointCalls):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._sessions.close()
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    """Raise CallRefused where what a client says of a session or a model cannot be recorded."""
+    try:
+        nbytes = len(pack_output(facts))
+    except (OverflowError, TypeError, ValueError) as error:
+        problem = Problem("user_metadata", None, f"cannot be kept ({error})", "send smaller values")
+        raise CallRefused(problem) from None
+    if nbytes > FACTS_BYTES:
+        fix = f"user_metadata and tags may have {FACTS_BYTES} together"
+        raise CallRefused(Problem("user_metadata", None, f"has {nbytes} bytes", fix))
 
 
 def _model_id(session_id: str, number: int) -> str:

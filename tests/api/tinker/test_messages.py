@@ -112,6 +112,11 @@ def test_options_of_old_and_new_clients_are_the_same() -> None:
             {"target_tokens": sparse(2, 2**40, [0, 0, 0], [], [])},
             "data.1.loss_fn_inputs.target_tokens.shape",
         ),
+        ({"weights": tensor([], shape=(0, 2**62))}, "data.1.loss_fn_inputs.weights.shape"),
+        (
+            {"target_tokens": sparse(0, 2**62, [0], [], [])},
+            "data.1.loss_fn_inputs.target_tokens.shape",
+        ),
         (
             {"target_tokens": sparse(3, 2**23, [0, 1, 2, 3], [0, 1, 0], [6, 7, 8])},
             "data.1.loss_fn_inputs.target_tokens.shape",

@@ -7,67 +7,46 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import pydantic
 import pytest
 
-from api.server.service.operations import Operation, operations_of
+from api.server.service.operations import Operation
 from api.tinker import sampling
-from api.tinker.routes import ROUTES
 from api.tinker.samples import SampleBody, Sampling, Targets
-from api.tinker.schemas import SaveBody, SaveExternalBody, SaveSamplerBody, StepBody
-from tests.api.serving import Client
+from benchmarks.tinker_messages import OPERATIONS, VALUES, fields_of
+from tests.api.serving import Client, problem
 from tests.api.tinker.test_endpoints import User, client
 
 _ = client  # a fixture
-HUGE = "9" * 400
-# as JSON has them, where Python's values would not show what is sent
-VALUES = (
-    *("null", "true", "-1", "0", "1.5", "1e400", "NaN", HUGE, f"-{HUGE}", '""', '"x"', "[]", "{}"),
-    *('"\\ud800"', '"\\u0000"', '"../.."', '"tinker://a/weights/b"', f'"{"x" * 5000}"'),
-    *("[[]]", "[null]", '{"chunks": [{"tokens": [-1]}]}', '{"type": "dimuon"}', '{"rank": 1e9}'),
-)
-# what a handler reads of a body beside the call's number
-CONTENTS: dict[str, type[pydantic.BaseModel]] = {
-    "/api/v1/optim_step": StepBody,
-    "/api/v1/save_weights": SaveBody,
-    "/api/v1/save_weights_external": SaveExternalBody,
-    "/api/v1/save_weights_for_sampler": SaveSamplerBody,
-}
 # fields of fields
 NESTED = {
     "sampling_params": [*Sampling.model_fields],
     "target_prompt_logprobs": [*Targets.model_fields],
 }
 REPEATED = (408, 409, 429)  # which clients send again for minutes
-OPERATIONS = {
-    f"{operation.method} {operation.path}": operation for operation in operations_of(ROUTES)
-}
+BY_NAME = {f"{operation.method} {operation.path}": operation for operation in OPERATIONS}
 
 
 def bodies(operation: Operation, sound: dict[str, Any]) -> Iterator[str]:
     """A body with each value in each field, and the others ``sound``."""
-    model = operation.parts.get("body")
-    if model is None:
+    if "body" not in operation.parts:
         return
-    names = {*model.model_fields}
-    content = CONTENTS.get(operation.path)
-    names |= {*content.model_fields} if content else set()
+    names = {*fields_of(operation)}
     yield from VALUES
     for name in sorted(names):
         others = {key: value for key, value in sound.items() if key in names and key != name}
         for value in VALUES:
             yield json.dumps({**others, name: 0})[:-2].rstrip("0 ") + f" {value}}}"
-        for part in NESTED.get(name, ()) if name in names else ():
+        for part in NESTED.get(name, ()):
             for value in VALUES:
                 yield json.dumps(others)[:-1] + f', "{name}": {{"{part}": {value}}}}}'
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", BY_NAME)
 async def test_no_value_is_an_error_of_the_server(
     name: str, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "WAIT_SECONDS", 0.1)
-    operation = OPERATIONS[name]
+    operation = BY_NAME[name]
     user = await User.of(client, "ann")
     model = await user.model()
     session = model.partition(":")[0]
@@ -105,6 +84,26 @@ async def test_no_value_is_an_error_of_the_server(
             if name != "POST /api/v1/asample":  # its limit is reached
                 assert answer.status not in REPEATED, (path, body[:300], text)
             assert text or answer.status in (200, 204, 302), (path, body[:300])
+
+
+async def test_numbers_that_no_record_can_hold_are_refused_by_their_field(client: Client) -> None:
+    user = await User.of(client, "ann")
+    session = (await user.post("create_session"))["session_id"]
+    metadata = {"user_metadata": {"a": [10**400]}}
+    of_model = {"session_id": session, "base_model": "base", "path": "tinker://a/weights/b"}
+    sample = {"sampling_session_id": "x", "prompt": {"chunks": [{"tokens": [0]}]}}
+    options = {"max_tokens": 2**64, "seed": -(2**64), "stop": [2**64], "top_k": 2**64}
+    for name, fields, field in (
+        ("create_session", metadata, "user_metadata"),
+        ("create_model", {**of_model, **metadata}, "user_metadata"),
+        ("load_weights", {**of_model, **metadata}, "user_metadata"),
+        *(
+            ("asample", {**sample, "sampling_params": {key: value}}, f"sampling_params.{key}")
+            for key, value in options.items()
+        ),
+    ):
+        refused = await user.ask("POST", f"/api/v1/{name}", json=fields)
+        assert (await problem(refused, 422))["field"].startswith(field), name
 
 
 def test_a_sample_has_no_field_that_is_dropped_in_silence() -> None:
