@@ -48,11 +48,10 @@ from benchmarks.tinker_messages import (
     FINISH,
     INT64,
     JSON,
-    OPERATIONS,
     Message,
     Messages,
     Things,
-    fields_of,
+    models,
     sound_inputs,
     tensor,
     text_chunk,
@@ -64,14 +63,27 @@ RENEWED = 150  # messages after which an attacker begins with another model
 SHOWN = 20  # faults
 GROWTH = 2**30  # bytes that a process may have more than when a tenth of the messages was sent
 ANSWER_SECONDS = 90.0  # in which each call has an answer
-RETRIEVED = 24  # answers that a tenant waits for at once
+RETRIEVED = 64  # answers that a tenant waits for at once
 ENGINE = "orchestration.calls.engines.process"
 TRACES = ("Traceback (most recent call last)", '"level": "error"', '"level": "critical"')
 # of a refusal's text: a field of a message, or the kind of thing that is not there
-FIELDS = {name for operation in OPERATIONS for name in fields_of(operation)}
+FIELDS = {"body", "path", "query", "session", "model", "sampler", "request", "checkpoint", "rank"}
+FIELDS |= {"sequence", "archive", "call", "optim_step"}
 FIELDS |= {name for kind in MESSAGES.values() for name in kind.DESCRIPTOR.fields_by_name}
-FIELDS |= {"body", "path", "query", "session", "model", "sampler", "request", "checkpoint"}
-FIELDS |= {"sequence", "archive", "call", "optim_step", "rank", "prompt"}
+FIELDS |= {name for model in models() for name in model.model_fields}
+FIELDS -= {
+    "after",
+    "fields",
+    "k",
+    "key",
+    "kind",
+    "length",
+    "name",
+    "number",
+    "text",
+    "type",
+    "value",
+}
 EXPLAINED = (401, 403, 405, 408, 429)  # by what is wrong, of no field
 NAMED = re.compile(r"\b(" + "|".join(sorted(FIELDS)) + r")\b")
 

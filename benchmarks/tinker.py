@@ -373,7 +373,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     arms["tinker"].append(loop_arm(made, processor))
                     arms["run"].append(run_arm(job, home, number))
                     if options.peer:
-                        arms.setdefault("peer", []).append(peer_arm(*options.peer, job))
+                        python, url, base, process = options.peer
+                        arms.setdefault("peer", []).append(
+                            peer_arm(python, url, base, process, job)
+                        )
                 times = told("times", tenants[:1], calls=options.calls)
                 arms["all tenants"] = [loop_arm(steps(tenants), processor)]
                 measured |= report(arms, phases, times)

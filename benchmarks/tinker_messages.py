@@ -25,7 +25,7 @@ from api.server.service.operations import Operation, operations_of
 from api.tinker.messages import MESSAGES
 from api.tinker.models import PROTOBUF
 from api.tinker.routes import ROUTES
-from api.tinker.schemas import SaveBody, SaveExternalBody, SaveSamplerBody, StepBody
+from api.tinker.schemas import SaveBody, SaveExternalBody, SaveSamplerBody, StepBody, Tolerant
 from api.tinker.tensors import FLOAT32, INT64
 
 JSON = "application/json"
@@ -54,7 +54,7 @@ FORWARD = "/api/v1/forward_backward"
 FINISH = "/api/v1/sessions/{session}/finish"
 # of the operations in ``OPERATIONS``; others have 1
 WEIGHTS = {
-    **{FORWARD: 24.0, "/api/v1/asample": 8.0, "/api/v1/optim_step": 4.0},
+    **{FORWARD: 24.0, "/api/v1/asample": 5.0, "/api/v1/optim_step": 4.0},
     **{"/api/v1/load_weights": 2.0, "/api/v1/create_session": 0.5, FINISH: 0.1},
     **{"/api/v1/unload_model": 0.1, "/api/v1/save_weights_for_sampler": 0.5},
 }
@@ -462,6 +462,15 @@ def fields_of(operation: Operation) -> list[str]:
     """Return the fields that an operation reads of its JSON body."""
     models = [operation.parts.get("body"), CONTENTS.get(operation.path)]
     return [name for model in models if model is not None for name in model.model_fields]
+
+
+def models() -> Iterator[type[Tolerant]]:
+    """Yield the models of all JSON that clients send, with what is in them."""
+    waiting = [Tolerant]
+    while waiting:
+        model = waiting.pop()
+        yield model
+        waiting += model.__subclasses__()
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -375,7 +375,7 @@ class Session:
         silent = time.monotonic() - self.heard > self._options.silent_seconds
         if silent and not self.asleep:
             await self.unload()
-        for model in self.models.values():
+        for model in list(self.models.values()):  # others may come meanwhile
             await model.sweep(finished=self.finished)
         forgettable = self.requests.forgettable(self._options)
         if len(forgettable) >= SHORTEN_RECORDS:
@@ -397,7 +397,7 @@ class Session:
         """Have the engines forget its models and samplers, until their next calls, and let the
         weights of checkpoints go."""
         self.asleep = True
-        for model in self.models.values():
+        for model in list(self.models.values()):
             await model.leave()
         for sampler in list(self.samplers.values()):
             if sampler.weights is not None and sampler.request_id:
@@ -418,6 +418,6 @@ class Session:
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
-        for model in self.models.values():
+        for model in list(self.models.values()):
             await model.close()
         await self._journal.close()
