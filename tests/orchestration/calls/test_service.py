@@ -639,6 +639,16 @@ async def test_models_that_are_unloaded_or_silent_come_back_as_they_were(tmp_pat
         assert await client.logprobs() == before
 
 
+async def test_models_may_be_created_while_others_are_swept(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        async with small_service(tmp_path, silent_seconds=0.001) as service:
+            first = await Client.create(service)
+            for number in range(1, 20):
+                await first.train(datum(1))
+                await Client.create(service, session_id=first.session_id, number=number)
+    assert not [entry for entry in logs if entry["log_level"] == "error"], logs
+
+
 async def test_a_finished_session_takes_no_calls_and_its_checkpoints_stay(tmp_path: Path) -> None:
     async with small_service(tmp_path, silent_seconds=0.1) as service:
         client = await Client.create(service)
