@@ -62,7 +62,7 @@ TENANTS = 3  # the first one works
 RENEWED = 150  # messages after which an attacker begins with another model
 SHOWN = 20  # faults
 GROWTH = 2**30  # bytes that a process may have more than when a tenth of the messages was sent
-ANSWER_SECONDS = 90.0  # in which each call has an answer
+ANSWER_SECONDS = 300.0  # in which each call has an answer
 RETRIEVED = 64  # answers that a tenant waits for at once
 ENGINE = "orchestration.calls.engines.process"
 TRACES = ("Traceback (most recent call last)", '"level": "error"', '"level": "critical"')
@@ -422,7 +422,9 @@ class Attacker:
             await self.open()
 
     async def _renew(self) -> None:
-        """Go on with another model; the last one's calls may be in disorder."""
+        """Go on with another model; the last one's calls may be in disorder. Its answers come first:
+        the engine has room for one model of each attacker."""
+        await self.close()
         if self._models % 20 == 0:
             await self._tenant.post(f"sessions/{self.things.session}/finish")
             await self.open()
