@@ -71,19 +71,7 @@ FIELDS = {"body", "path", "query", "session", "model", "sampler", "request", "ch
 FIELDS |= {"sequence", "archive", "call", "optim_step"}
 FIELDS |= {name for kind in MESSAGES.values() for name in kind.DESCRIPTOR.fields_by_name}
 FIELDS |= {name for model in models() for name in model.model_fields}
-FIELDS -= {
-    "after",
-    "fields",
-    "k",
-    "key",
-    "kind",
-    "length",
-    "name",
-    "number",
-    "text",
-    "type",
-    "value",
-}
+FIELDS -= {"after", "fields", "k", "key", "length", "name", "number", "text", "type", "value"}
 EXPLAINED = (401, 403, 405, 408, 429)  # by what is wrong, of no field
 NAMED = re.compile(r"\b(" + "|".join(sorted(FIELDS)) + r")\b")
 
@@ -558,13 +546,15 @@ async def fuzz(folder: Path, messages: int, seed: int, connections: int, steps: 
             attack = asyncio.create_task(
                 _attack(tenant, work.things, hostile, outcome, messages, seed, connections)
             )
-            for number in range(steps):
-                while outcome.messages < messages * number / steps and not attack.done():
-                    await asyncio.wait([attack], timeout=0.01)
-                await work.step(number)
-            await attack
-            await cancel_all(watching)
-            await work.end()
+            try:
+                for number in range(steps):
+                    while outcome.messages < messages * number / steps and not attack.done():
+                        await asyncio.wait([attack], timeout=0.01)
+                    await work.step(number)
+                await attack
+                await work.end()
+            finally:
+                await cancel_all(watching, attack)
         if server.processes().keys() != engines:
             outcome.fault("an engine was started again", engines, server.processes().keys())
     if written := server.files_outside() - files:
