@@ -514,7 +514,12 @@ async def test_requests_that_are_not_forgotten_are_bounded(tmp_path: Path) -> No
         client.service = service
         with pytest.raises(Busy, match="4 requests"):
             await client.train(datum(1), seq=4)
-    limits = {"owner_requests": 4, "answer_seconds": 0.0, "state_steps": 1, "silent_seconds": 0.2}
+    limits: dict[str, Any] = {
+        "owner_requests": 4,
+        "answer_seconds": 0.0,
+        "state_steps": 1,
+        "silent_seconds": 0.2,
+    }
     async with small_service(tmp_path, **limits) as service:
         for seq_id in range(4):
             client.service = service
