@@ -3,6 +3,7 @@
 call ──▶ FCALL asyncdock_NAME  (one msgpack value in, one out), all on one connection, pipelined
   lost connection: retried with backoff; the server repeats the reply that it kept instead of running the call twice
 wait ──▶ XREAD BLOCK on a topic's stream, from the position that an empty reply carried: no wake-up is missed
+wait, then call ──▶ both at once, on a connection of their own: the server makes the call when the wait ends
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, Self
 
 import msgpack
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
 from pipeline.documents.kinds import Topic
@@ -26,6 +30,17 @@ _PARTS = (
     *("clock", "base", "arrays", "ranges", "blocks", "groups", "claims"),
     *("prompts", "training", "warehouses", "runs", "transfer_queue"),
 )
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait before a call: until ``topic`` is woken after position ``after``, for at most
+    ``seconds``, or until the event ``early`` is set."""
+
+    topic: Topic
+    after: str
+    seconds: float
+    early: asyncio.Event
 
 
 class Calls:
@@ -83,25 +98,39 @@ class Calls:
         once."""
         return msgpack.unpackb(await self._reply(function, arguments), strict_map_key=False)
 
-    async def _call_raw(self, function: str, **arguments: Any) -> dict[str, Any]:
-        """Call like :meth:`call`, for replies that contain bytes: strings come as bytes."""
+    async def _call_raw(
+        self, function: str, wait: Wait | None = None, /, **arguments: Any
+    ) -> dict[str, Any]:
+        """Call like :meth:`call`, for replies that contain bytes: strings come as bytes.
+
+        ``wait``: the server makes the call when that has ended.
+        """
         reply = msgpack.unpackb(
-            await self._reply(function, arguments), raw=True, strict_map_key=False
+            await self._reply(function, arguments, wait), raw=True, strict_map_key=False
         )
         return {key.decode(): value for key, value in reply.items()} if reply else {}
 
-    async def _reply(self, function: str, arguments: Mapping[str, Any]) -> bytes:
+    async def _reply(
+        self, function: str, arguments: Mapping[str, Any], wait: Wait | None = None
+    ) -> bytes:
         packed = msgpack.packb(arguments, use_bin_type=False)  # the server knows one kind of string
         link = self._link
         request = f"{link.client}-{next(link.calls)}:"
         lane = link.lanes.pop() if link.lanes else next(link.lane)
         head = ("FCALL", f"asyncdock_{function}", 1, self.prefix, packed, request)
         tail = (link.client, lane)
-        began = time.monotonic()
         tries = 0
         try:
+            if wait is not None:
+                with suppress(RedisConnectionError, OSError):
+                    streams = {f"{self.prefix}wake:{wait.topic}": wait.after}
+                    # it may come late, when the connection is lost and the call has been repeated
+                    command = (*head, "1", *tail)
+                    return await link.send_behind(streams, wait.seconds, wait.early, command)
+                tries = 1
+            began = time.monotonic()
             # nearly always; it has a timer of its own
-            if (connection := link.connection) is not None:
+            if not tries and (connection := link.connection) is not None:
                 try:
                     return await connection.send((*head, "0", *tail))
                 except ConnectionError:

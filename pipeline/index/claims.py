@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.data.events import LedgerEvent
 from pipeline.documents.kinds import Topic
-from pipeline.index.calls import Calls
+from pipeline.index.calls import Calls, Wait
 from pipeline.index.errors import TooManyDropped
 
 # Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48
@@ -60,7 +60,10 @@ class Claim:
     """A lease on rows of a stage, as parallel arrays [B]: ``row``, ``group``, ``place``,
     ``oldest_version``, ``tokens``, and ``refs``, one array for each producer, which says where its
     columns lie. ``token`` is the fencing token: a commit under a lost lease is refused, and so is
-    any call for it by another ``owner``."""
+    any call for it by another ``owner``. ``rest``: Nothing where these rows were the last ones that
+    any claim could get."""
+
+    rest: Nothing | None = None
 
     def __init__(self, stage: str, token: str, reply: Mapping[str, Any], owner: str = "") -> None:
         self.stage = stage
@@ -75,6 +78,7 @@ class Claim:
         self._fixed = np.frombuffer(reply["fixed"], _FIXED)
         self._made = np.frombuffer(reply["made"], _MADE)
         self.refs = [np.frombuffer(refs, REF) for refs in reply["refs"]]
+        self.rest = Nothing.of(reply) if "wait" in reply else None
 
     def __len__(self) -> int:
         return len(self.row)
@@ -140,6 +144,11 @@ class Nothing:
     due: float | None
     topic: Topic
 
+    @classmethod
+    def of(cls, reply: Mapping[str, Any]) -> Nothing:
+        due = reply["due"] / 1000 if reply["due"] else None
+        return cls(reply["wait"].decode(), due, Topic(reply["topic"].decode()))
+
 
 class Claims(Calls):
     """Calls of the stages: claim rows, renew leases, write columns, hand rows back."""
@@ -163,6 +172,7 @@ class Claims(Calls):
         least: int = 1,
         patient: bool = False,
         owner: str = "",
+        wait: Wait | None = None,
     ) -> Claim | Nothing:
         """Lease up to ``most`` ready rows (or groups) for ``lease`` seconds, those on warehouse
         ``home`` first.
@@ -171,7 +181,7 @@ class Claims(Calls):
         generating stage, which limits the groups that it may take. A ``patient`` claim leaves rows
         that just became ready on another node to that node's workers (``RunConfig.headstart``).
         ``owner`` binds the lease: only calls that name the same owner can renew, end or commit it
-        ("": the run's own workers)."""
+        ("": the run's own workers). ``wait``: the server claims when that has ended."""
         # made here, so that a repeated request needs no reply to know it
         token = secrets.token_hex(16)
         limits = {
@@ -182,14 +192,8 @@ class Claims(Calls):
             "patient": patient,
         }
         lessee = {"worker": worker, "home": home, "token": token, "owner": owner}
-        reply = await self._call_raw("claim", stage=stage, **lessee, **limits)
-        if "wait" in reply:
-            return Nothing(
-                reply["wait"].decode(),
-                reply["due"] / 1000 if reply["due"] else None,
-                Topic(reply["topic"].decode()),
-            )
-        return Claim(stage, token, reply, owner)
+        reply = await self._call_raw("claim", wait, stage=stage, **lessee, **limits)
+        return Claim(stage, token, reply, owner) if "rows" in reply else Nothing.of(reply)
 
     async def lease(self, token: str, owner: str = "") -> tuple[Claim, int] | None:
         """Return the claim that ``token`` was given for, and how many of its rows are left; None

@@ -13,7 +13,8 @@ import resource
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import hiredis
@@ -24,6 +25,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from pipeline.first_of import cancel_all
 from pipeline.index.address import redacted
 from pipeline.index.errors import IndexUnreachable
 
@@ -38,13 +40,15 @@ class PipelinedConnection(asyncio.Protocol):
     commands.
 
     ``connection`` is a connected one of redis-py, which handles URLs, TLS and passwords. Its
-    transport is taken over."""
+    transport is taken over. ``patience``: seconds after which it is closed when no byte of a reply
+    comes (None: commands may block)."""
 
-    def __init__(self, connection: Any, patience: float) -> None:
+    def __init__(self, connection: Any, patience: float | None) -> None:
         self._connection = connection  # kept, because it closes its transport when it is deleted
         self._reader = hiredis.Reader()
         self._waiting = deque[asyncio.Future[Any]]()
         self.lost = False
+        self.number: int | None = None  # the server's for it, where it was asked
         self._heard = time.monotonic()
         self._patience = patience
         self._loop = asyncio.get_running_loop()
@@ -66,7 +70,7 @@ class PipelinedConnection(asyncio.Protocol):
             return answer
         if not self._waiting:
             self._heard = time.monotonic()
-            if self._watch is None:
+            if self._watch is None and self._patience is not None:
                 self._watch = self._loop.call_later(self._patience, self._check)
         self._waiting.append(answer)
         self._transport.write(hiredis.pack_command(command))
@@ -78,7 +82,7 @@ class PipelinedConnection(asyncio.Protocol):
         One timer serves all calls: a deadline for each would cost as much as the call.
         """
         self._watch = None
-        if self._waiting:
+        if self._waiting and self._patience is not None:
             remaining = self._heard + self._patience - time.monotonic()
             if remaining <= 0:
                 self.close(TimeoutError(f"no reply for {self._patience:.0f} s"))
@@ -156,12 +160,10 @@ class Link:
         options: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": patience}
         pool = redis.ConnectionPool.from_url(url, **options)
         self.redis, self.retried = _Commands(pool, self.send), _Commands(pool, self.send_retried)
-        waits = redis.ConnectionPool.from_url(url, **options)
-        if shares_waits:
-            waits = redis.BlockingConnectionPool.from_url(
-                url, max_connections=_most_waits(), timeout=None, **options
-            )
-        self._waiting = redis.Redis(connection_pool=waits)
+        self._waiting = _Commands(pool, self._send_blocking)
+        self._blocking = set[PipelinedConnection]()
+        self._idle = list[PipelinedConnection]()  # of these
+        self._free_waits = asyncio.Semaphore(_most_waits()) if shares_waits else nullcontext()
         self._reads: dict[Any, asyncio.Future[Any]] = {}
         self._connection: PipelinedConnection | None = None
         self._connecting = asyncio.Lock()
@@ -173,10 +175,10 @@ class Link:
     async def close(self) -> None:
         """End every call under way; blocked reads raise IndexUnreachable."""
         self.closed = True
-        if self._connection is not None:
-            self._connection.close()
+        for connection in (self._connection, *self._blocking):
+            if connection is not None:
+                connection.close()
         await self.redis.connection_pool.disconnect()
-        await self._waiting.connection_pool.disconnect()
 
     @property
     def connection(self) -> PipelinedConnection | None:
@@ -210,17 +212,75 @@ class Link:
             if self.closed:
                 raise ConnectionError("the index's client was closed")
             if self.connection is None:
-                connection = self.redis.connection_pool.make_connection()
-                try:
-                    await connection.connect()
-                except (
-                    BaseException
-                ):  # otherwise each attempt at a server that accepts and does not reply stays open
-                    await connection.disconnect(nowait=True)
-                    raise
-                self._connection = PipelinedConnection(connection, self.timeout / 3)
+                self._connection = await self._open(self.timeout / 3)
             assert self._connection is not None
             return self._connection
+
+    async def _open(self, patience: float | None) -> PipelinedConnection:
+        connection = self.redis.connection_pool.make_connection()
+        try:
+            await connection.connect()
+        except (
+            BaseException
+        ):  # otherwise each attempt at a server that accepts and does not reply stays open
+            await connection.disconnect(nowait=True)
+            raise
+        return PipelinedConnection(connection, patience)
+
+    @asynccontextmanager
+    async def _blocking_connection(self) -> AsyncIterator[PipelinedConnection]:
+        """A connection for commands that block; it is closed when they are given up."""
+        async with self._free_waits:
+            connection = await self._idle_connection()
+            try:
+                yield connection
+            except BaseException:
+                self._blocking.discard(connection)
+                connection.close()
+                raise
+            self._idle.append(connection)
+
+    async def _idle_connection(self) -> PipelinedConnection:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.lost:
+                return connection
+            self._blocking.discard(connection)
+        if self.closed:
+            raise ConnectionError("the index's client was closed")
+        connection = await self._open(None)
+        self._blocking.add(connection)
+        return connection
+
+    async def _send_blocking(self, command: tuple[Any, ...]) -> Any:
+        async with self._blocking_connection() as connection:
+            return await connection.send(command)
+
+    async def send_behind(
+        self,
+        streams: Mapping[str, str],
+        timeout: float,
+        early: asyncio.Event,
+        command: tuple[Any, ...],
+    ) -> Any:
+        """Wait as :meth:`read` does, or until ``early`` is set, and have the server make ``command``
+        at once then. Return its reply, without a retry."""
+        block = max(1, int(timeout * 1000))
+        read = ("XREAD", "COUNT", 1, "BLOCK", block, "STREAMS", *streams, *streams.values())
+        async with asyncio.timeout(timeout + self.timeout / 3), self._blocking_connection() as own:
+            if own.number is None:
+                own.number = await own.send(("CLIENT", "ID"))
+            answers = asyncio.gather(own.send(read), own.send(command))
+            ending = asyncio.ensure_future(early.wait())
+            ended: list[asyncio.Future[Any]] = [answers, ending]
+            try:
+                await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+                if not answers.done():
+                    await self.send(("CLIENT", "UNBLOCK", own.number))
+                _, reply = await answers
+                return reply
+            finally:
+                await cancel_all(*ended)
 
     async def own_address(self) -> str:
         """Return the address of this machine on the way to the server; "" where that is a Unix

@@ -10,6 +10,7 @@ TensorDict at the borders. Every wait has a deadline. The parts: :mod:`writer`, 
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import time
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
@@ -26,6 +27,7 @@ from pipeline.data.blocks import missing_column
 from pipeline.data.columns import ColumnError, Packed, Schema, in_order
 from pipeline.documents.flow import ROOM, SCHEMA, SECRET
 from pipeline.index.address import redacted
+from pipeline.index.calls import Wait
 from pipeline.index.claims import STATES, Claim, Nothing, pack_made, ranges
 from pipeline.index.client import Index, RunConfig, StageSpec
 from pipeline.warehouse.directory import OFFSET_BITS, WarehouseDirectory
@@ -221,28 +223,39 @@ class Dock:
         """Lease up to ``most`` rows (groups, for stages that take groups), waiting up to
         ``timeout`` seconds for some."""
         deadline = time.monotonic() + timeout
-        while True:
-            found = await self.try_claim(stage, most, version=version)
-            if isinstance(found, Claim):
-                return found
-            left = deadline - time.monotonic()
-            if left <= 0:
+        outcome = await self.try_claim(stage, most, version=version)
+        while not isinstance(outcome, Claim):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return None
-            await self.wait(stage, found, left)
+            outcome = await self.claim_after(
+                outcome, stage, most, version=version, timeout=remaining
+            )
+        return outcome
 
     async def try_claim(
-        self, stage: str, most: int, *, version: int | None = None
+        self, stage: str, most: int, *, version: int | None = None, wait: Wait | None = None
     ) -> Claim | Nothing:
-        """Lease up to ``most`` rows that are ready now."""
+        """Lease up to ``most`` rows that are ready now, or when ``wait`` has ended."""
         return await self.index.claim(
-            stage, self.worker, most, self.lease, version, self.home, patient=True
+            stage, self.worker, most, self.lease, version, self.home, patient=True, wait=wait
         )
 
-    async def wait(self, stage: str, nothing: Nothing, timeout: float) -> bool:
-        """Wait until a claim of ``stage`` that found ``nothing`` may find something."""
-        return await self.index.wait(
-            nothing.topic, nothing.wait, min(timeout, nothing.due or timeout)
-        )
+    async def claim_after(
+        self,
+        nothing: Nothing,
+        stage: str,
+        most: int,
+        *,
+        version: int | None = None,
+        timeout: float,
+        early: asyncio.Event | None = None,
+    ) -> Claim | Nothing:
+        """Claim as soon as a claim of ``stage`` that found ``nothing`` may find something, or after
+        ``timeout`` seconds, or when ``early`` is set."""
+        seconds = min(timeout, nothing.due or timeout)
+        wait = Wait(nothing.topic, nothing.wait, seconds, early or asyncio.Event())
+        return await self.try_claim(stage, most, version=version, wait=wait)
 
     async def commit(
         self,

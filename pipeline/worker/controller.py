@@ -3,7 +3,7 @@ the outputs.
 
 claim ──▶ fetch ──▶ process ──▶ write + commit ──▶ (next claim)
   │                   └─ each output commits itself as the stage yields it (outputs.py): written, parked, dropped, trained
-  └─ nothing ready: block on the index until a row becomes ready, a version is published or a lease expires
+  └─ nothing more is ready: the index claims when a row becomes ready, or a lease expires; wake() ends that wait
 concurrently: renew leases at a third of their length; emit a `stage` event twice a second, and a `span` event of
               what was processed since the last one
 """
@@ -18,7 +18,7 @@ import structlog
 
 from pipeline.data.arena import StaleHandle
 from pipeline.data.events import SpanEvent, StageEvent
-from pipeline.first_of import first_of
+from pipeline.index.claims import Nothing
 from pipeline.index.client import Claim, Index, LeaseLost
 from pipeline.worker.clock import Clock
 from pipeline.worker.outputs import Output, Parked
@@ -85,7 +85,9 @@ class Controller:
         self._running = asyncio.Event()
         self._running.set()
         self._woken = asyncio.Event()
-        self.is_idle = False  # the last claim found nothing
+        self._has_room = asyncio.Event()  # perhaps
+        # of the last claim: it left nothing that could be claimed
+        self._nothing: Nothing | None = None
         self.on_nothing: Callable[[], None] = lambda: None  # called when a claim found nothing
         # called when all claimed rows are finished, after a stop
         self.on_end: Callable[[], None] = lambda: None
@@ -96,9 +98,15 @@ class Controller:
         """Rows that are claimed and not committed."""
         return sum(self._held.values())
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was left to claim."""
+        return self._nothing is not None
+
     def wake(self) -> None:
         """Claim again: the stage's room or version has changed."""
         self._woken.set()
+        self._has_room.set()
 
     def stop(self) -> None:
         """Claim nothing more. :meth:`run` returns when the rows that are held are finished."""
@@ -139,21 +147,42 @@ class Controller:
 
     async def _claim(self) -> Claim | None:
         """Return one claim, or None after a wait."""
-        self._woken.clear()
-        room = self.stage.room(self.held)
+        if self._woken.is_set():
+            self._woken.clear()
+            self._nothing = None
+        self._has_room.clear()
+        stage = self.stage
+        room = stage.room(self.held)
         if room < 1:
-            await self._woken.wait()
+            await self._has_room.wait()
             return None
-        outcome = await self.dock.try_claim(self.stage.name, room, version=self.stage.version())
-        self.is_idle = not isinstance(outcome, Claim)
-        if isinstance(outcome, Claim):
-            return outcome
-        self.on_nothing()
+        nothing = self._nothing
+        if nothing is None:
+            outcome = await self.dock.try_claim(stage.name, room, version=stage.version())
+        else:
+            outcome = await self._claim_after(nothing, room)
+        self._nothing = outcome.rest if isinstance(outcome, Claim) else outcome
+        if self._nothing is not None:
+            self.on_nothing()
+        return outcome if isinstance(outcome, Claim) else None
+
+    async def _claim_after(self, nothing: Nothing, room: int) -> Claim | Nothing:
+        """Wait until there may be something, and claim it."""
+        stage = self.stage
         with self.clock.during("waiting"):
-            await first_of(
-                self.dock.wait(self.stage.name, outcome, WAIT_SECONDS), self._woken.wait()
+            outcome = await self.dock.claim_after(
+                nothing,
+                stage.name,
+                room,
+                version=stage.version(),
+                timeout=WAIT_SECONDS,
+                early=self._woken,
             )
-        return None
+        may_work = self._running.is_set() and not self._stopping
+        if isinstance(outcome, Claim) and not (may_work and stage.room(self.held)):
+            await self.dock.index.hand_back(outcome)
+            return nothing
+        return outcome
 
     async def _handle(self, claim: Claim) -> None:
         try:
@@ -166,7 +195,7 @@ class Controller:
                 try:
                     async for output in outputs:
                         await self._commit(claim, output)
-                        self.wake()
+                        self._has_room.set()
                 finally:
                     await outputs.aclose()
             if self._stopping and claim.token not in self._settled and self._held[claim.token] > 0:
@@ -180,7 +209,7 @@ class Controller:
             self._tasks.pop(claim.token, None)
             self._held.pop(claim.token, None)
             self._settled.discard(claim.token)
-            self.wake()
+            self._has_room.set()
 
     async def _commit(self, claim: Claim, output: Output) -> None:
         if output.ends_lease:

@@ -191,6 +191,8 @@ class WeightFollower:
             self._alone = 0.0
             async with self._turn():
                 self.stage.held_back = self._due(published.version) and not self.overlap
+                if self.stage.held_back:
+                    self.controller.wake()
                 with self.controller.spans.during("swap", version=published.version):
                     times, gap = await self.swapper.swap(published, weights)
         except WeightsUnreachable as gone:  # until a restarted trainer publishes again

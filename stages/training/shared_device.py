@@ -111,6 +111,7 @@ class SharedDevice(DeviceLease):
     async def leave(self) -> None:
         """End generation, and begin to bring training's bytes back."""
         self.may_generate = False
+        self.controller.wake()
         counted = {
             "generating_bytes": self.device_bytes(),
             "cache_bytes": self.rollout.cache_bytes(),

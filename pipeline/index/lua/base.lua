@@ -101,6 +101,9 @@ local function stage_of(cfg, name)
   fail('BAD', 'stage ' .. name .. ' is not declared')
 end
 
+-- The number of a request, which begins with 'CLIENT-NUMBER:'. A client uses a lane for one request at a time.
+local function number_of(request) return tonumber(request:match('-(%d+):')) end
+
 -- Registers a function that clients call. `reads`: it changes nothing, so its reply is not kept for repeated calls. With
 -- `recall`, only the second result of `body` is kept, and `recall` makes the reply of a repeated call from it.
 local function define(name, body, reads, recall)
@@ -112,6 +115,9 @@ local function define(name, body, reads, recall)
       if known and sub(known, 1, #request) == request then
         known = sub(known, #request + 1)
         return recall and cmsgpack.pack(recall(run, cmsgpack.unpack(known))) or known
+      end
+      if known and number_of(known) > number_of(request) then
+        return redis.error_reply('LATE ' .. name .. ': its client has given it up, and called again')
       end
     end
     local ok, result, kept = pcall(body, run, cmsgpack.unpack(args[1]))

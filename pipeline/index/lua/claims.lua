@@ -348,9 +348,17 @@ local function not_done(run, stage, groups)
   return rows
 end
 
+-- Where and how long a claim at time t waits that has found nothing; `due`: ms until it may find something without a wake-up.
+local function wait_for(run, stage, topic, due, t)
+  local lease = call('ZRANGE', run .. 'due:' .. stage.name, 0, 0, 'WITHSCORES')
+  call('HSET', run .. 'n', 'idle:' .. topic, 1, 'until:' .. topic, t + (due or 0))
+  if lease[2] then due = min(due or lease[2], max(1, lease[2] - t + 1)) end
+  return { wait = woken(run, topic), topic = topic, due = due and look_again(run, due) or false }
+end
+
 -- {stage, worker, home, most, least, lease, version, patient, token, owner?} → {rows, fixed, made, refs}, or {wait, topic, due =
--- ms until the next lease or headstart ends, or sooner}. `most` and `least` count rows or groups as the stage takes them; fewer than
--- `least` are not given out. A stage that generates gives the policy version it has loaded, and gets no group that this
+-- ms until the next lease or headstart ends, or sooner}; both where the rows were the last ones. `most` and `least` count rows or
+-- groups as the stage takes them; fewer than `least` are not given out. A stage that generates gives the policy version it has loaded, and gets no group that this
 -- version may not touch. Parked rows come first, each counted as its share of a group; `refs` also point to their progress.
 define('claim', function(run, a)
   local cfg, t = config(run), now(run, a.lease)
@@ -376,12 +384,7 @@ define('claim', function(run, a)
     taken, n, home, headstart = take(run, cfg, stage, most, limit, a.home, patient, t)
     due = due and headstart and min(due, headstart) or due or headstart
   end
-  if #taken == 0 and #parked == 0 then
-    local lease = call('ZRANGE', run .. 'due:' .. stage.name, 0, 0, 'WITHSCORES')
-    call('HSET', run .. 'n', 'idle:' .. topic, 1, 'until:' .. topic, t + (due or 0))
-    if lease[2] then due = min(due or lease[2], max(1, lease[2] - t + 1)) end
-    return { wait = woken(run, topic), topic = topic, due = due and look_again(run, due) or false }
-  end
+  if #taken == 0 and #parked == 0 then return wait_for(run, stage, topic, due, t) end
   if several and value(run, 'ready:' .. stage.name) > n then wake_stage(run, stage.name, t) end
   local rows, reads = taken, stage.reads
   if stage.takes ~= 'rows' then rows = not_done(run, stage, taken) end
@@ -413,7 +416,11 @@ define('claim', function(run, a)
   local owner = a.owner or ''
   call('HSET', run .. 'leases', a.token, cmsgpack.pack({ stage.name, a.worker, held, left, int(home), t, owner }))
   call('ZADD', run .. 'due:' .. stage.name, t + a.lease, a.token)
-  return describe(run, cfg, rows, reads), { rows, reads }
+  local reply = describe(run, cfg, rows, reads)
+  if stage.takes ~= 'batch' and value(run, 'ready:' .. stage.name) <= 0 and value(run, 'parked:' .. stage.name) <= 0 then
+    for key, known in pairs(wait_for(run, stage, topic, nil, t)) do reply[key] = known end
+  end
+  return reply, { rows, reads }
 end, false, function(run, kept)
   return kept[1] and describe(run, config(run), kept[1], kept[2]) or kept
 end)
