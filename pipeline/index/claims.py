@@ -14,6 +14,7 @@ from pipeline.data.events import LedgerEvent
 from pipeline.documents.kinds import Topic
 from pipeline.index.calls import Calls, Wait
 from pipeline.index.errors import TooManyDropped
+from pipeline.index.warehouses import Block
 
 # Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48
 # - 1 of the arena of warehouse `place` >> 48, as part of `block`. Block 0: not written yet.
@@ -242,12 +243,17 @@ class Claims(Calls):
         made: bytes,
         owner: str = "",
         to: str = "",
-    ) -> None:
+        spare: int = 0,
+        reserve: int = 0,
+    ) -> Block | None:
         """Store unfinished rows with their ``stored`` columns, so that any worker of the stage can
         continue them; or of the stage ``to``, which takes turns with it. Arguments as in
-        :meth:`commit`."""
+        :meth:`commit`. Returns a block of ``spare`` bytes for the worker's next write, as
+        :meth:`Warehouses.allocate` does, where there is room for it."""
         lease = {"stage": stage, "token": token, "owner": owner, "to": to}
-        await self.call("park", **stored._asdict(), **lease, rows=rows, made=made)
+        room = {"spare": spare, "reserve": reserve}
+        reply = await self.call("park", **stored._asdict(), **lease, **room, rows=rows, made=made)
+        return Block(reply["block"], reply["offset"]) if reply else None
 
     async def hand_back(self, claim: Claim) -> None:
         """End the claim's lease and make its remaining rows ready at once.

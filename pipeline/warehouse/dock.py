@@ -301,15 +301,12 @@ class Dock:
             return
         held, order = ranges(claim.row[np.asarray(positions)])
         made = pack_made(generated, order)
-        # The bytes of a slab become free all together, and progress is released sooner than other
-        # rows.
-        await self.writer.store(
-            lambda stored: self.index.park(
-                stored, claim.stage, claim.token, held, made, claim.owner, to
+        await self.writer.store_apart(
+            lambda stored, **spare: self.index.park(
+                stored, claim.stage, claim.token, held, made, claim.owner, to, **spare
             ),
             rows,
             order,
-            apart=True,
         )
 
     async def begun(

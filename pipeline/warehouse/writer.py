@@ -5,7 +5,8 @@
 
 A worker writes small outputs one behind the other into a *slab*, a block that it holds open, so
 that most writes need no call for room: the bytes are carved here, and the commit says where they
-lie. A slab's bytes are free when it is closed and all rows that point to it are released.
+lie. A slab's bytes are free when it is closed and all rows that point to it are released. A write
+of a block of its own mostly finds it allocated: by the call that pointed to the one before.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from tensordict import TensorDictBase
 
-from pipeline.data.blocks import pack
+from pipeline.data.blocks import PackedRows, pack
 from pipeline.data.columns import Schema
 from pipeline.documents.flow import ROOM
 from pipeline.index.claims import REF, Stored
@@ -32,10 +34,23 @@ from pipeline.warehouse.directory import OFFSET_BITS, WarehouseDirectory
 Rows = Mapping[str, Any] | TensorDictBase
 T = TypeVar("T")
 
+
+class SendApart(Protocol):
+    """A call of the index that points rows to where they lie, and asks for a block."""
+
+    def __call__(self, stored: Stored, *, spare: int, reserve: int) -> Awaitable[Block | None]: ...
+
+
 SLAB = 8 << 20  # bytes, at most a 32nd of the arena
 # of the arena, kept free from new samples, so that those inside find room to be finished
 SOURCE_RESERVE = 0.25
 _SLAB_SHARE = 1 / 3  # of a slab; a larger write takes a block of its own
+# A write of a block of its own brings the room for another one, a little larger: of so many bytes
+# at least, and for writes of at most so many. What is larger takes longer than a call for room.
+_SPARE_SIZE = 1.25
+_LEAST_SPARE = 4 << 10
+_LARGEST_SPARE = 64 << 10
+_MOST_SPARES = 8  # of a worker
 _CLOSE_SECONDS = 2.0
 _PUTS_TOGETHER = 256
 
@@ -100,6 +115,7 @@ class Writer:
         self.room_timeout = room_timeout
         self._slab_bytes = slab
         self._slab: Slab | None = None
+        self._spares: list[Slab] = []  # empty ones, for writes of a block of their own
         self._retired: list[Slab] = []
         self._carving = asyncio.Lock()
         self._admitting = False  # the call of a put is under way
@@ -115,30 +131,51 @@ class Writer:
         slots: np.ndarray,
         *,
         reserve: float = 0.0,
-        apart: bool = False,
     ) -> T:
         """Write ``rows`` and call ``send`` with places that point to them: the i-th to slot
         ``slots[i]``.
 
-        ``reserve`` is the share of the arena to keep free; ``apart`` writes a block of their own.
-        Waits while the warehouse is full, and raises NoRoom after ``room_timeout``."""
+        ``reserve`` is the share of the arena to keep free. Waits while the warehouse is full, and
+        raises NoRoom after ``room_timeout``."""
         if rows is None:
             return await send(Stored(self._worker, (await self._directory.home()).number))
         try:
-            return await self._point(send, await self.write(rows, reserve, apart=apart), slots)
+            return await self._point(send, await self.write(rows, reserve), slots)
         except (
             BlockLost
         ):  # the index took this worker for dead, or the warehouse is gone: write the rows again
             self._retire()
-            return await self._point(send, await self.write(rows, reserve, apart=apart), slots)
+            return await self._point(send, await self.write(rows, reserve), slots)
 
-    async def write(self, rows: Rows, reserve: float = 0.0, *, apart: bool = False) -> _Written:
+    async def store_apart(self, send: SendApart, rows: Rows, slots: np.ndarray) -> None:
+        """Write and send as :meth:`store` does, into a block of their own: the bytes of a slab
+        become free all together, and these rows are released sooner than others.
+
+        ``send`` also asks for the block of a next write, ``spare`` bytes of which ``reserve`` stay
+        free, and returns it."""
+        packed = pack(self._schema, rows)
+        try:
+            await self._store_apart(send, packed, slots)
+        except BlockLost:
+            self._retire()
+            await self._store_apart(send, packed, slots)
+
+    async def _store_apart(self, send: SendApart, packed: PackedRows, slots: np.ndarray) -> None:
+        room = self._take_spare(packed.nbytes) or await self.allocate(packed.nbytes)
+        written = await self._fill(room, 0, packed, None)
+        spare = self._spare_bytes(packed.nbytes)
+        asking = partial(send, spare=spare, reserve=int(SOURCE_RESERVE * room.home.nbytes))
+        block = await self._point(asking, written, slots)
+        if block is not None:
+            self._spares.append(Slab(room.home, block.number, block.offset, spare))
+
+    async def write(self, rows: Rows, reserve: float = 0.0) -> _Written:
         """Write ``rows`` packed; waits while the warehouse is full."""
         packed = pack(self._schema, rows)
         size = min(self._slab_bytes, (await self._directory.home()).nbytes // 32) // 64 * 64
         slab = None
         at = 0
-        if packed.nbytes <= _SLAB_SHARE * size and not apart:
+        if packed.nbytes <= _SLAB_SHARE * size:
             async with self._carving:
                 slab = self._slab
                 if (
@@ -155,6 +192,10 @@ class Writer:
                     slab.used += packed.nbytes
                     slab.writers += 1
         room = slab or await self.allocate(packed.nbytes, reserve)
+        return await self._fill(room, at, packed, slab)
+
+    async def _fill(self, room: Slab, at: int, packed: PackedRows, slab: Slab | None) -> _Written:
+        """Write into ``room`` from byte ``at`` on."""
         offset = room.offset + at
         written = _Written(room.block, room.home.number << OFFSET_BITS | offset, packed.mask, slab)
         try:
@@ -191,6 +232,31 @@ class Writer:
             await self._index.close_blocks(self._worker, [written.block])
         else:
             written.slab.writers -= 1  # its bytes stay unused until the slab is free
+
+    # ── blocks that came with earlier writes ──
+
+    def _take_spare(self, nbytes: int) -> Slab | None:
+        """Return a block for ``nbytes``, of which it does not leave too many unused."""
+        home = self._directory.known_home
+        most = max(_LEAST_SPARE, _SPARE_SIZE * _SPARE_SIZE * nbytes)
+        fitting = [s for s in self._spares if s.home is home and nbytes <= s.nbytes <= most]
+        if fitting:
+            spare = min(fitting, key=lambda slab: slab.nbytes)
+            self._spares.remove(spare)
+            return spare
+        if len(self._spares) == _MOST_SPARES:
+            self._retire_spares()
+        return None
+
+    def _spare_bytes(self, nbytes: int) -> int:
+        """Return how many bytes to ask for, with a write of ``nbytes``, for one that follows."""
+        if not self._slab_bytes or nbytes > _LARGEST_SPARE or len(self._spares) >= _MOST_SPARES:
+            return 0
+        return max(_LEAST_SPARE, int(_SPARE_SIZE * nbytes))
+
+    def _retire_spares(self) -> None:
+        self._retired += self._spares
+        self._spares = []
 
     # ── room ──
 
@@ -236,6 +302,7 @@ class Writer:
         if self._slab is not None:
             self._retired.append(self._slab)
         self._slab = None
+        self._retire_spares()
 
     def _idle(self) -> list[int]:
         """Takes the retired slabs without writers off the list, and returns their blocks."""

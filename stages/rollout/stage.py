@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.data.columns import Packed
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
@@ -72,7 +71,7 @@ class Rollout(Stage):
     together are handed on together, so that what is decoded together depends on no time."""
 
     name = "rollout"
-    fetches: tuple[str, ...] = ("prompt_ids",)
+    fetches: tuple[str, ...] = ()  # the prompts, packed
 
     def __init__(
         self,
@@ -124,7 +123,7 @@ class Rollout(Stage):
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         positions = {(row.group, row.place): i for i, row in enumerate(claim.rows)}
-        prompts = Packed.of(rows["prompt_ids"]).rows()
+        prompts = (await self.dock.fetch_packed(claim, ["prompt_ids"]))["prompt_ids"].rows()
         begun, turns = await self._begun(claim, prompts)
         paths = _paths(begun, turns)
         requests = []

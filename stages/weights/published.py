@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class Published:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Published:
-        return TypeAdapter(cls).validate_python(record)
+        return _published().validate_python(record)
 
     def check(self) -> None:
         """Raises WeightsDamaged unless the buckets cover every byte once."""
@@ -135,6 +136,11 @@ def tensors_of(data: np.ndarray, published: Published) -> dict[str, torch.Tensor
         t.name: flat[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)
         for t in published.tensors
     }
+
+
+@cache
+def _published() -> TypeAdapter[Published]:
+    return TypeAdapter(Published)  # takes milliseconds
 
 
 def checksum(data: np.ndarray) -> str:

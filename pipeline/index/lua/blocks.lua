@@ -77,11 +77,42 @@ local function close(run, worker, blocks, freed)
   wake_all(run, freed)
 end
 
+-- Takes a block of `size` bytes, a multiple of 64, so that at most `most` bytes of the warehouse are used: {block, offset}, or nil
+-- when there is no room now.
+local function take_room(run, worker, warehouse, size, most)
+  local sizes = run .. 'bysize:' .. warehouse
+  local offset = call('ZRANGEBYSCORE', sizes, size, '+inf', 'LIMIT', 0, 1)[1]
+  if not offset or value(run, 'used:' .. warehouse) + size > most then return nil end
+  local left = int(call('ZSCORE', sizes, offset)) - size
+  call('ZREM', sizes, offset)
+  call('ZREM', run .. 'byaddr:' .. warehouse, offset)
+  if left > 0 then
+    local rest = string.format('%d', offset + size)
+    call('ZADD', sizes, left, rest)
+    call('ZADD', run .. 'byaddr:' .. warehouse, rest, rest)
+  end
+  local block = count(run, 'blocks', 1)
+  call('HSET', run .. 'blocks', block, cmsgpack.pack({ warehouse, int(offset), size, worker }))
+  call('HSET', run .. 'refs', block, 1)
+  call('SADD', run .. 'open:' .. worker, block)
+  count(run, 'used:' .. warehouse, size)
+  return { block = block, offset = int(offset) }
+end
+
+local function rounded(bytes) return math.ceil(bytes / 64) * 64 end
+
+-- A block of `bytes` for a worker's next write, where `reserve` bytes of its warehouse stay free; false: there is no room.
+local function spare_room(run, worker, warehouse, bytes, reserve)
+  local known = bytes > 0 and call('HGET', run .. 'warehouses', warehouse)
+  known = known and cmsgpack.unpack(known)
+  return known and not known.leaving and take_room(run, worker, warehouse, rounded(bytes), known.bytes - reserve) or false
+end
+
 -- {warehouse, worker, bytes, reserve, close} → {block, offset}, or {wait} when there is no room now. `reserve` bytes stay free
 -- for later stages, so that a source cannot take the room that its samples need to be finished. `close`: blocks that the
 -- worker writes no more to.
 define('allocate', function(run, a)
-  local size = math.ceil(a.bytes / 64) * 64
+  local size = rounded(a.bytes)
   local known = call('HGET', run .. 'warehouses', a.warehouse)
   if not known then no_warehouse(a.warehouse) end
   known = cmsgpack.unpack(known)
@@ -92,23 +123,7 @@ define('allocate', function(run, a)
     fail('NOFIT', 'a block of ' .. size .. ' bytes can never fit into warehouse ' .. known.name .. ': it has '
       .. room .. ' bytes for it; write fewer rows at once or give it more')
   end
-  local sizes = run .. 'bysize:' .. a.warehouse
-  local offset = call('ZRANGEBYSCORE', sizes, size, '+inf', 'LIMIT', 0, 1)[1]
-  if not offset or value(run, 'used:' .. a.warehouse) + size > room then return { wait = woken(run, 'room') } end
-  local left = int(call('ZSCORE', sizes, offset)) - size
-  call('ZREM', sizes, offset)
-  call('ZREM', run .. 'byaddr:' .. a.warehouse, offset)
-  if left > 0 then
-    local rest = string.format('%d', offset + size)
-    call('ZADD', sizes, left, rest)
-    call('ZADD', run .. 'byaddr:' .. a.warehouse, rest, rest)
-  end
-  local block = count(run, 'blocks', 1)
-  call('HSET', run .. 'blocks', block, cmsgpack.pack({ a.warehouse, int(offset), size, a.worker }))
-  call('HSET', run .. 'refs', block, 1)
-  call('SADD', run .. 'open:' .. a.worker, block)
-  count(run, 'used:' .. a.warehouse, size)
-  return { block = block, offset = int(offset) }
+  return take_room(run, a.worker, a.warehouse, size, room) or { wait = woken(run, 'room') }
 end)
 
 -- {worker, blocks}: the worker writes no more to these blocks.

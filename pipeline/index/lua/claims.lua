@@ -499,8 +499,8 @@ local function note_holders(run, stage, to, worker, rows)
   end
 end
 
--- {stage, worker, home, token, owner?, to, block, close, mask, rows = {first, last, …}, refs, made}: store what was made of
--- these rows so far. They leave the lease unfinished, and can be claimed one by one, from this stage or from the one that takes
+-- {stage, worker, home, token, owner?, to, block, close, mask, rows = {first, last, …}, refs, made, spare, reserve} → {block,
+-- offset} of a block of `spare` bytes for the worker's next call, or false (see `spare_room`). Store what was made of these rows so far. They leave the lease unfinished, and can be claimed one by one, from this stage or from the one that takes
 -- turns with it (`to`; '': this one); their earlier progress is freed.
 define('park', function(run, a)
   local cfg, freed = config(run), {}
@@ -550,7 +550,7 @@ define('park', function(run, a)
   note_holders(run, stage, to, a.worker, a.rows)
   make_parked(run, to, a.rows)
   wake_all(run, freed)
-  return true
+  return spare_room(run, a.worker, a.home, a.spare or 0, a.reserve or 0)
 end)
 
 -- {stage, worker, home, token, owner?, block, close, mask, rows = {first, last, …}, refs, made?}: add the columns and end the

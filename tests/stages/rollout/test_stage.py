@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from pipeline.data.columns import Packed
 from pipeline.worker.outputs import Parked
 from stages.engines.protocols import Completion, FinishReason, GroupRequest, SamplingParams
 from stages.rollout.stage import Rollout, responses
@@ -28,19 +29,28 @@ class OneToken:
                 )
 
 
-async def test_the_first_claim_is_of_one_step_and_later_ones_fill_the_engine() -> None:
+def prompts_alone() -> SimpleNamespace:
+    """A dock with the prompts of four rows, none of which was begun."""
+
     async def begun(*_: Any) -> tuple[list[int], None]:
         return [], None
 
-    dock = SimpleNamespace(schema=(), begun=begun)
+    async def fetch_packed(*_: Any) -> dict[str, Packed]:
+        prompts = Packed(torch.tensor([5, 6] * 4), torch.arange(0, 10, 2))
+        return {"prompt_ids": prompts}
+
+    return SimpleNamespace(schema=(), begun=begun, fetch_packed=fetch_packed)
+
+
+async def test_the_first_claim_is_of_one_step_and_later_ones_fill_the_engine() -> None:
+    dock: Any = prompts_alone()
     engine = OneToken()
     params = SamplingParams(max_tokens=1)
     options: dict[str, Any] = {"seed": 0, "group_size": 2, "most_rows": 8}
     stage = Rollout(dock, engine, params, **options, first_rows=4)  # type: ignore[arg-type]
     assert [stage.room(held) for held in (0, 2, 4)] == [2, 1, 0]
     rows = [SimpleNamespace(group=group, place=place) for group in (0, 1) for place in (0, 1)]
-    prompts = torch.nested.nested_tensor([torch.tensor([5, 6])] * 4, layout=torch.jagged)
-    made = TensorDict({"prompt_ids": prompts}, batch_size=[4])
+    made = TensorDict({}, batch_size=[4])
     rooms = [stage.room(4) async for _ in stage.process(SimpleNamespace(rows=rows), made)]  # type: ignore[arg-type]
     assert set(rooms) == {0}
     assert [stage.room(held) for held in (0, 4)] == [4, 2]
@@ -82,19 +92,15 @@ async def test_a_visit_ends_after_four_times_the_mean_length(
                     0, place, torch.ones(length).long(), torch.zeros(length), ((0, length),), end
                 )
 
-    async def begun(*_: Any) -> tuple[list[int], None]:
-        return [], None
-
     asked: list[int] = []
-    dock = SimpleNamespace(schema=(), begun=begun)
+    dock: Any = prompts_alone()
     engine = Ending()
     params = SamplingParams(max_tokens=99, budget=own)
     options: dict[str, Any] = {"seed": 0, "group_size": 4, "most_rows": 8}
     stage = Rollout(dock, engine, params, **options, parks_stragglers=parks)  # type: ignore[arg-type]
     rows = [SimpleNamespace(group=0, place=place) for place in range(4)]
-    prompts = torch.nested.nested_tensor([torch.tensor([5, 6])] * 4, layout=torch.jagged)
     claimed = SimpleNamespace(rows=rows)
-    made = TensorDict({"prompt_ids": prompts}, batch_size=[4])
+    made = TensorDict({}, batch_size=[4])
     for engine.lengths in ((9, 4, 3, 50), (2, 2, 2, 4), (1, 1, 1, 1)):
         outputs = [output async for output in stage.process(claimed, made)]  # type: ignore[arg-type]
         assert sum(isinstance(output, Parked) for output in outputs) == (50 in engine.lengths)
