@@ -35,12 +35,12 @@ _PARTS = (
 @dataclass(frozen=True)
 class Wait:
     """A wait before a call: until ``topic`` is woken after position ``after``, for at most
-    ``seconds``, or until the event ``early`` is set."""
+    ``seconds``, or until ``early`` is done."""
 
     topic: Topic
     after: str
     seconds: float
-    early: asyncio.Event
+    early: asyncio.Future[None] | None = None
 
 
 class Calls:

@@ -15,6 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import hiredis
@@ -25,7 +26,6 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from pipeline.first_of import cancel_all
 from pipeline.index.address import redacted
 from pipeline.index.errors import IndexUnreachable
 
@@ -260,27 +260,33 @@ class Link:
         self,
         streams: Mapping[str, str],
         timeout: float,
-        early: asyncio.Event,
+        early: asyncio.Future[None] | None,
         command: tuple[Any, ...],
     ) -> Any:
-        """Wait as :meth:`read` does, or until ``early`` is set, and have the server make ``command``
-        at once then. Return its reply, without a retry."""
+        """Wait as :meth:`read` does, or until ``early`` is done, and have the server make
+        ``command`` at once then. Return its reply, without a retry."""
         block = max(1, int(timeout * 1000))
         read = ("XREAD", "COUNT", 1, "BLOCK", block, "STREAMS", *streams, *streams.values())
         async with asyncio.timeout(timeout + self.timeout / 3), self._blocking_connection() as own:
             if own.number is None:
                 own.number = await own.send(("CLIENT", "ID"))
-            answers = asyncio.gather(own.send(read), own.send(command))
-            ending = asyncio.ensure_future(early.wait())
-            ended: list[asyncio.Future[Any]] = [answers, ending]
+            own.send(read).add_done_callback(_drop)
+            answer = own.send(command)
+            if early is None:
+                return await answer
+            unblock = partial(self._unblock, own)
+            early.add_done_callback(unblock)
             try:
-                await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
-                if not answers.done():
-                    await self.send(("CLIENT", "UNBLOCK", own.number))
-                _, reply = await answers
-                return reply
+                return await answer
             finally:
-                await cancel_all(*ended)
+                early.remove_done_callback(unblock)
+
+    def _unblock(self, waiting: PipelinedConnection, _early: asyncio.Future[None]) -> None:
+        if self.connection is None:  # the command is made again, without a wait
+            waiting.close()
+        else:
+            unblock = ("CLIENT", "UNBLOCK", waiting.number)
+            self.connection.send(unblock).add_done_callback(_drop)
 
     async def own_address(self) -> str:
         """Return the address of this machine on the way to the server; "" where that is a Unix
@@ -361,6 +367,12 @@ class Link:
                 if not is_loading(refused) or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.05)
+
+
+def _drop(reply: asyncio.Future[Any]) -> None:
+    """Take what nobody waits for."""
+    if not reply.cancelled():
+        reply.exception()
 
 
 def _most_waits() -> int:

@@ -249,12 +249,12 @@ class Dock:
         *,
         version: int | None = None,
         timeout: float,
-        early: asyncio.Event | None = None,
+        early: asyncio.Future[None] | None = None,
     ) -> Claim | Nothing:
         """Claim as soon as a claim of ``stage`` that found ``nothing`` may find something, or after
-        ``timeout`` seconds, or when ``early`` is set."""
+        ``timeout`` seconds, or when ``early`` is done."""
         seconds = min(timeout, nothing.due or timeout)
-        wait = Wait(nothing.topic, nothing.wait, seconds, early or asyncio.Event())
+        wait = Wait(nothing.topic, nothing.wait, seconds, early)
         return await self.try_claim(stage, most, version=version, wait=wait)
 
     async def commit(

@@ -84,7 +84,8 @@ class Controller:
         self._stopping = False
         self._running = asyncio.Event()
         self._running.set()
-        self._woken = asyncio.Event()
+        self._is_woken = False
+        self._woken: asyncio.Future[None] | None = None  # of a wait for rows
         self._has_room = asyncio.Event()  # perhaps
         # of the last claim: it left nothing that could be claimed
         self._nothing: Nothing | None = None
@@ -105,7 +106,9 @@ class Controller:
 
     def wake(self) -> None:
         """Claim again: the stage's room or version has changed."""
-        self._woken.set()
+        self._is_woken = True
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
         self._has_room.set()
 
     def stop(self) -> None:
@@ -147,8 +150,8 @@ class Controller:
 
     async def _claim(self) -> Claim | None:
         """Return one claim, or None after a wait."""
-        if self._woken.is_set():
-            self._woken.clear()
+        if self._is_woken:
+            self._is_woken = False
             self._nothing = None
         self._has_room.clear()
         stage = self.stage
@@ -169,6 +172,7 @@ class Controller:
     async def _claim_after(self, nothing: Nothing, room: int) -> Claim | Nothing:
         """Wait until there may be something, and claim it."""
         stage = self.stage
+        self._woken = asyncio.get_running_loop().create_future()
         with self.clock.during("waiting"):
             outcome = await self.dock.claim_after(
                 nothing,
