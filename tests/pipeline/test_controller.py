@@ -468,3 +468,36 @@ def test_every_instant_is_one_of_four_and_they_add_up_to_wall_time() -> None:
         "other": 129,
         "wall": 255,
     }
+
+
+async def test_rows_that_come_when_a_waiting_stage_has_no_room_stay_for_others(dock: Dock) -> None:
+    """An engine may have left its device, or a run be paused, since the wait began."""
+    stage = Double(most=3)
+    controller = Controller(dock, stage)
+    running = asyncio.create_task(controller.run())
+    await until(lambda: bool(controller.clock.waiting), "the wait")
+    stage.most = 0
+    await admit(dock, range(2))
+    await ready(dock, 2)
+    assert stage.claimed == []
+    stage.most = 3
+    controller.wake()
+    await until(lambda: stage.done == [0, 1], "both")
+    await until(lambda: bool(controller.clock.waiting), "the next wait")
+    controller.pause()
+    await admit(dock, range(2, 4))
+    await ready(dock, 2)
+    assert stage.done == [0, 1]
+    controller.resume()
+    await until(lambda: stage.done == [0, 1, 2, 3], "all")
+    await finish(controller, running)
+
+
+async def ready(dock: Dock, count: int) -> None:
+    """Wait until so many rows can be claimed, and none is held."""
+    async with asyncio.timeout(10):
+        while True:
+            queue = await dock.index.queue("double")
+            if (queue.ready, queue.leased) == (count, 0):
+                return
+            await asyncio.sleep(0.002)
