@@ -1,4 +1,5 @@
-"""Connections to the index's server: one pipelined connection for calls, others for blocking reads.
+"""Connections to the index's server: one pipelined connection for calls, others for blocking reads,
+and for calls that wait behind one.
 
 Two places do without a library, for speed (`benchmarks/libraries.py` compares them): redis-py's
 client takes one connection for each call under way, and `stamina.retry_context` takes longer than
@@ -147,7 +148,8 @@ class Link:
 
     ``timeout`` is the deadline of one call in seconds, retries included; after it
     :class:`IndexUnreachable` is raised. ``shares_waits``: equal waits share one connection, and the
-    number of connections is bounded. The link of a single index needs neither.
+    number of connections is bounded. The link of a single index needs neither. A wait's connection
+    serves later ones.
     """
 
     def __init__(self, url: str, *, timeout: float = 30.0, shares_waits: bool = True) -> None:

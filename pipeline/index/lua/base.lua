@@ -102,7 +102,7 @@ local function stage_of(cfg, name)
 end
 
 -- The number of a request, which begins with 'CLIENT-NUMBER:'. A client uses a lane for one request at a time.
-local function number_of(request) return tonumber(request:match('-(%d+):')) end
+local function number_of(request) return tonumber(request:match('^%w+-(%d+):') or 0) end
 
 -- Registers a function that clients call. `reads`: it changes nothing, so its reply is not kept for repeated calls. With
 -- `recall`, only the second result of `body` is kept, and `recall` makes the reply of a repeated call from it.
