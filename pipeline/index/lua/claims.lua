@@ -12,18 +12,23 @@ local function lease_of_owner(run, token, owner)
   return lease and lease[7] == (owner or '') and lease
 end
 
-local function drop_lease(run, token, lease)
+local function drop_lease(run, token, lease, come_back)
   call('ZREM', run .. 'due:' .. lease[1], token)
   call('HDEL', run .. 'leases', token)
+  if come_back then return end
   -- Claims wait for leased rows to come back, and none can any more.
   if call('EXISTS', run .. 'due:' .. lease[1]) == 0 then wake_stage(run, lease[1]) end
 end
 
--- `n` rows leave the lease; it ends with the last one.
-local function settle(run, token, lease, n)
+-- `n` rows leave the lease; it ends with the last one. `come_back`: they are parked.
+local function settle(run, token, lease, n, come_back)
   lease[4] = lease[4] - n
   count(run, 'settled', n)
-  if lease[4] <= 0 then drop_lease(run, token, lease) else call('HSET', run .. 'leases', token, cmsgpack.pack(lease)) end
+  if lease[4] <= 0 then
+    drop_lease(run, token, lease, come_back)
+  else
+    call('HSET', run .. 'leases', token, cmsgpack.pack(lease))
+  end
 end
 
 -- Rows can be claimed, with their progress, by any worker of the stage.
@@ -546,7 +551,7 @@ define('park', function(run, a)
     if from <= to then append(left, from, to) end
   end
   lease[3] = left
-  settle(run, a.token, lease, total)
+  settle(run, a.token, lease, total, true)
   note_holders(run, stage, to, a.worker, a.rows)
   make_parked(run, to, a.rows)
   wake_all(run, freed)

@@ -184,3 +184,26 @@ async def test_an_early_end_and_rows_at_the_same_moment_lose_nothing(dock: Dock)
         await dock.commit(claim, range(len(claim)), None)
     assert seen == sorted(set(seen))
     assert len(seen) == 20
+
+
+async def test_a_worker_that_hands_its_rows_on_is_not_woken_by_that(
+    index: Index, tmp_path: Path
+) -> None:
+    """Its next claim waits already, and would be made for nothing."""
+    schema = Schema([Column.scalar("prompt", torch.int64), Column.scalar("response", torch.int64)])
+    makes = schema.mask(["response"])
+    stages = (
+        StageSpec("environment", "groups", schema.mask(["prompt"]), makes),
+        StageSpec("rollout", "groups", 0, 0, takes_turns_with="environment"),
+    )
+    await index.init(RunConfig(stages), {})
+    dock = Dock(index, schema, worker="w", directory=tmp_path)
+    await dock.join(1 << 20)
+    await dock.put({"prompt": torch.arange(1)})
+    claim = await dock.claim("environment", 1)
+    assert claim is not None
+    assert claim.rest is not None
+    await dock.park(claim, [0], {"response": torch.arange(1)}, generated=[(-1, 0)], to="rollout")
+    after = await dock.try_claim("environment", 1)
+    assert isinstance(after, Nothing)
+    assert after.wait == claim.rest.wait
