@@ -93,7 +93,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
         tokenizer,
         recipe.seed,
         limits=prompt_limits(recipe),
-        opens=trajectories.dialogue if trajectories else None,
+        opens=trajectories.dialogues if trajectories else None,
     ).train
     difficulty = (
         Difficulty(prompts, recipe.seed) if recipe.prompts.sampling == "difficulty" else None

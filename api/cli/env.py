@@ -127,7 +127,7 @@ def _recipe(use: str, model: str, row: str, set_: list[str] | None) -> Recipe:
         overrides.append(f"model.source={json.dumps(model)}")
     tables, problems = read_recipe(path, [*overrides, *(set_ or [])])
     recipe = parse_recipe(tables, where=use, problems=problems)
-    if recipe.environment.use in (None, "sessions"):
+    if len(recipe.environment.uses) == len(recipe.environment.outside):
         refuse(f"environment.use: {path} has none to be tried; give a class or a program")
     return recipe
 
@@ -171,7 +171,7 @@ def _prompt(
     from stages.prompts.sources import load_prompts
 
     limits = prompt_limits(recipe)
-    opens = trajectories.dialogue
+    opens = trajectories.dialogues
     if not row:
         prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=limits, opens=opens)
         return prompts.train.prompt(number)

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from orchestration.processes.environment import of_user_code
-from orchestration.recipe.dialogue import dialogue_of
+from orchestration.recipe.dialogue import dialogues_of
 from orchestration.recipe.schema import Recipe
 from orchestration.sandbox.sandbox import Sandbox
 from orchestration.sandbox.user_code import readable
@@ -23,17 +23,20 @@ from stages.trajectories.trajectory import Limits, Trajectories
 def make_caller(
     recipe: Recipe, places: int, log: Path, *, inline: bool | None = None
 ) -> EnvironmentCaller:
-    """Return what calls the environments of ``recipe``, with ``places`` open at a time.
+    """Return what calls the user's environments of ``recipe``, with ``places`` open at a time.
 
     ``log`` gets what they print. ``inline``: they are called in this process; default: as
     ``launch.launcher`` says.
     """
     section = recipe.environment
-    assert section.use is not None
+    use = section.use
+    assert use is not None
+    if isinstance(use, dict):
+        use = {name: each for name, each in use.items() if name not in section.outside}
     if recipe.launch.launcher == "inline" if inline is None else inline:
         from stages.trajectories.local import LocalCaller
 
-        return LocalCaller(environments(section.use, section.options), places)
+        return LocalCaller(environments(use, section.options), places)
     from orchestration.environments.pool import EnvironmentPool
 
     sandbox = None
@@ -42,7 +45,7 @@ def make_caller(
             read=readable(section.read), network=section.network, memory=section.memory
         )
     return EnvironmentPool(
-        section.use,
+        use,
         section.options,
         processes=section.processes,
         concurrency=-(-places // section.processes),
@@ -62,7 +65,7 @@ def make_trajectories(
     return Trajectories(
         caller,
         declared.by_name,
-        dialogue_of(recipe, tokenizer, declared),
+        dialogues_of(recipe, tokenizer, declared),
         Limits(
             max_turns=section.max_turns,
             max_tokens=recipe.longest_response,

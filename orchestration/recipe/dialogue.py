@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
+from functools import cache, partial
 
 from orchestration.recipe.schema import Recipe
-from stages.environments.dialogue.choice import choose_dialogue
+from stages.environments.dialogue.choice import Dialogues, choose_dialogue
 from stages.environments.dialogue.interface import WRITTEN_ROLES, Dialogue
 from stages.environments.dialogue.program import ProgramDialogue
-from stages.environments.interface import Declarations, Tool
+from stages.environments.interface import Declarations, EnvironmentDeclaration, Tool
 from stages.model.load import Tokenizer
-from stages.prompts.rows.files import PromptError
 
 
-def dialogue_of(
-    recipe: Recipe, tokenizer: Tokenizer, declared: Declarations
-) -> Dialogue | ProgramDialogue:
-    """Return the dialogue of ``recipe``, whose environments are ``declared``. Raises PromptError."""
+def dialogues_of(recipe: Recipe, tokenizer: Tokenizer, declared: Declarations) -> Dialogues:
+    """Return the dialogues of ``recipe``, whose environments are ``declared``. Raises
+    PromptError."""
     section = recipe.environment
 
     def choose(tools: Sequence[Tool], roles: Collection[str]) -> Dialogue:
@@ -30,9 +28,13 @@ def dialogue_of(
             roles=roles,
         )
 
-    if not declared.requests:
-        return choose(declared.tools, declared.roles)
-    if not all(each.requests for each in declared.by_name.values()):
-        problem = "has programs and classes; a run has either"
-        raise PromptError(problem, "give the classes a run of their own", "environment.use")
-    return ProgramDialogue(tokenizer, partial(choose, roles=WRITTEN_ROLES))
+    @cache
+    def of_programs() -> ProgramDialogue:
+        return ProgramDialogue(tokenizer, partial(choose, roles=WRITTEN_ROLES))
+
+    def of(environment: EnvironmentDeclaration) -> Dialogue | ProgramDialogue:
+        if environment.requests:
+            return of_programs()
+        return choose(environment.tools, environment.roles)
+
+    return Dialogues({name: of(environment) for name, environment in declared.by_name.items()})

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 
+from orchestration.environments.callers import CallerByName
 from orchestration.environments.trajectories import make_caller, make_trajectories
+from orchestration.recipe.sections.environment import OUTSIDE
 from orchestration.state.documents import ENVIRONMENTS, SESSIONS
 from orchestration.workers.job import Job
 from stages.environments.classes import environments
@@ -43,10 +45,14 @@ class EnvironmentJob(Job):
         flow = self.recipe.staleness_plan
         # those of lost groups stay open until they are overdue
         places = 2 * flow.groups_in_flight * self.recipe.algorithm.group_size
-        if self.recipe.environment.use == "sessions":  # no code of the user runs here
-            return await self._caller_of_sessions(places)
-        log = self.paths.out / "logs" / f"{self.kind}-{self.number}.environments.log"
-        return make_caller(self.recipe, places, log)
+        section = self.recipe.environment
+        by_name = dict[str, EnvironmentCaller]()
+        if section.outside:  # no code of the user runs here
+            by_name = dict.fromkeys(section.outside, await self._caller_of_sessions(places))
+        if users := [name for name in section.uses if name not in by_name]:
+            log = self.paths.out / "logs" / f"{self.kind}-{self.number}.environments.log"
+            by_name |= dict.fromkeys(users, make_caller(self.recipe, places, log))
+        return CallerByName(by_name)
 
     async def _caller_of_sessions(self, places: int) -> EnvironmentCaller:
         """Start the server of sessions, and write its address to the index. Returns the caller of
@@ -61,4 +67,5 @@ class EnvironmentJob(Job):
         endpoint = Endpoint(host, name, key, patience=self.recipe.environment.timeout)
         url = await endpoint.begin()
         await SESSIONS.put(self.index, {"url": f"{url}/sessions", "key": key})
-        return LocalCaller(environments("sessions", {}), places, endpoint)
+        uses = dict.fromkeys(self.recipe.environment.outside, OUTSIDE)
+        return LocalCaller(environments(uses, {}), places, endpoint)

@@ -112,14 +112,14 @@ class FlowJob(Job):
                 )
             )
 
-    async def _dialogue(self) -> OpensConversation | None:
+    async def _dialogues(self) -> OpensConversation | None:
         """Return what renders conversations that an environment goes on with; None: none does."""
         if not self.recipe.has_environment:
             return None
         from orchestration.environments.declared import declarations
-        from orchestration.recipe.dialogue import dialogue_of
+        from orchestration.recipe.dialogue import dialogues_of
 
-        return dialogue_of(self.recipe, self.tokenizer, await declarations(self.index))
+        return dialogues_of(self.recipe, self.tokenizer, await declarations(self.index))
 
     async def _prompts(self) -> PromptSource:
         recipe = self.recipe
@@ -133,13 +133,13 @@ class FlowJob(Job):
                 recipe.seed,
                 limits=limits,
                 listed=listed,
-                opens=await self._dialogue(),
+                opens=await self._dialogues(),
             )
             return split.train
         from stages.prompts.external import ExternalPrompts
         from stages.prompts.formatter import PromptFormatter
 
-        form = PromptFormatter(recipe.prompts, self.tokenizer, limits, await self._dialogue())
+        form = PromptFormatter(recipe.prompts, self.tokenizer, limits, await self._dialogues())
         prompts = self._external_prompts = ExternalPrompts(
             self.index, self.paths.out / EXTERNAL_PROMPTS, form
         )

@@ -162,7 +162,7 @@ def held_out_prompts(job: Job, trajectories: Trajectories | None = None) -> list
     recipe = job.recipe
     if not recipe.evaluate.every or job.number:
         return []
-    opens = trajectories.dialogue if trajectories else None
+    opens = trajectories.dialogues if trajectories else None
     held_out = load_prompts(
         recipe.prompts, job.tokenizer, recipe.seed, limits=prompt_limits(recipe), opens=opens
     ).held_out

@@ -11,7 +11,7 @@ Importing this needs no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,9 @@ Message = dict[str, Any]
 
 Tool = Mapping[str, Any]
 """The JSON Schema of a function, as chat templates read it."""
+
+
+COLUMN = "environment"  # of a prompt's row: which one, where the run has several
 
 
 @dataclass(frozen=True)
@@ -58,22 +61,6 @@ class Declarations:
             sequences = {key: tuple(fields[key]) for key in ("tools", "roles")}
             by_name[name] = EnvironmentDeclaration(**fields | sequences)
         return cls(by_name)
-
-    @property
-    def roles(self) -> set[str]:
-        """The roles of messages after a turn, of all environments."""
-        return {role for each in self.by_name.values() for role in each.roles}
-
-    @property
-    def requests(self) -> bool:
-        """Whether they are programs."""
-        return any(each.requests for each in self.by_name.values())
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        """The tools of all environments, each once."""
-        tools = [tool for each in self.by_name.values() for tool in each.tools]
-        return tuple(tool for at, tool in enumerate(tools) if tool not in tools[:at])
 
 
 @dataclass(frozen=True)
@@ -162,6 +149,17 @@ class EnvironmentFailed(RuntimeError):
     def __init__(self, message: str, place: str = "") -> None:
         super().__init__(message)
         self.place = place
+
+
+def environment_of(row: Mapping[str, Any], names: Collection[str]) -> str:
+    """Return which of a run's environments ``names`` ("": its only one) the prompt's ``row`` wants.
+    Raises EnvironmentFailed."""
+    if "" in names:
+        return ""
+    name = row.get(COLUMN)
+    if not isinstance(name, str) or name not in names:
+        raise EnvironmentFailed(f"the row has {COLUMN} = {name!r}; give one of {sorted(names)}")
+    return name
 
 
 class EnvironmentCaller(Protocol):

@@ -8,7 +8,7 @@ row ── prompt_in ──▶ string ── template ──▶ (chat template) 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -78,9 +78,9 @@ class Prompt:
 class OpensConversation(Protocol):
     """Renders the conversation with which a trajectory begins, up to what its environment adds."""
 
-    def prompt(self, messages: Sequence[Message], where: str) -> str:
-        """Return the text of ``messages``, tools included, without the beginning of the assistant's
-        turn. Raises PromptError, which names them by ``where``."""
+    def prompt(self, messages: Sequence[Message], row: Mapping[str, Any], where: str) -> str:
+        """Return the text of ``messages``, the prompt of ``row``, tools included, without the
+        beginning of the assistant's turn. Raises PromptError, which names it by ``where``."""
 
 
 class PromptFormatter:
@@ -317,13 +317,12 @@ class PromptFormatter:
             not isinstance(prompt, str)
             and sum(len(message["content"]) + 1 for message in prompt) >= most
         )
-        return _Read(
-            prompt,
-            fields,
-            responses,
-            messages,
-            None if is_long else (self._opens or self._chats).prompt(messages, where),
-        )
+        text = None
+        if not is_long and self._opens is not None:
+            text = self._opens.prompt(messages, fields, where)
+        elif not is_long:
+            text = self._chats.prompt(messages, where)
+        return _Read(prompt, fields, responses, messages, text)
 
 
 @dataclass

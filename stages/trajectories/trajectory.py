@@ -19,8 +19,7 @@ from typing import Any
 
 from pipeline.problems import Fatal
 from stages.engines.protocols import SamplingParams
-from stages.environments.dialogue.interface import Dialogue
-from stages.environments.dialogue.program import ProgramDialogue
+from stages.environments.dialogue.choice import Dialogues
 from stages.environments.interface import (
     EnvironmentCaller,
     EnvironmentDeclaration,
@@ -29,13 +28,13 @@ from stages.environments.interface import (
     Trajectory,
     Turn,
     TurnTokens,
+    environment_of,
 )
 from stages.flow.catalogue import TIMES
 from stages.rollout.stage import group_seed
 from stages.trajectories.progress import Ending, Progress
-from stages.trajectories.writers import AppendingWriter, RequestWriter, Writer
+from stages.trajectories.writers import Writer, writer_of
 
-COLUMN = "environment"  # of a prompt's row: which one, where the run has several
 LARGEST_PLACE = 1 << 16
 
 
@@ -118,14 +117,14 @@ class Figures:
 @dataclass
 class Trajectories:
     """The trajectories of this process: the ``caller`` of their environments, what these declare,
-    the ``dialogue`` that writes them, their ``limits``, the run's ``seed``.
+    the ``dialogues`` that write them, their ``limits``, the run's ``seed``.
 
     ``opened``: the environments that are open, by row; rows are never used again.
     """
 
     caller: EnvironmentCaller
     declarations: Mapping[str, EnvironmentDeclaration]
-    dialogue: Dialogue | ProgramDialogue
+    dialogues: Dialogues
     limits: Limits
     seed: int
     seen: Figures = field(default_factory=Figures)
@@ -134,13 +133,8 @@ class Trajectories:
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
         """Return ``params`` with the tokens that end a turn."""
-        ends = {*params.stop_token_ids, *self.dialogue.stop_token_ids}
+        ends = {*params.stop_token_ids, *self.dialogues.stop_token_ids}
         return replace(params, stop_token_ids=tuple(sorted(ends)))
-
-    def writer(self) -> Writer:
-        if isinstance(self.dialogue, ProgramDialogue):
-            return RequestWriter(self.dialogue)
-        return AppendingWriter(self.dialogue)
 
     def is_overdue(self, opened: Opened) -> bool:
         return time.monotonic() - opened.began >= self.limits.trajectory_seconds
@@ -248,10 +242,11 @@ class Episode:
         await self.close()
         shared = self.shared
         key = f"{self.row}.{next(shared.openings)}"
+        name = environment_of(self.columns, shared.declarations)
         began = time.monotonic() if began is None else began
-        self.opened = shared.opened[self.row] = Opened(self.group, key, began, shared.writer())
+        writer = writer_of(shared.dialogues.by_name[name])
+        self.opened = shared.opened[self.row] = Opened(self.group, key, began, writer)
         seed = trajectory_seed(shared.seed, self.group, self.place)
-        name = self._environment()
         trajectory = Trajectory(key, self.columns, seed, name)
         waits = shared.declarations[name].waits
         limits = shared.limits
@@ -259,23 +254,14 @@ class Episode:
         self.reply = await shared.caller.open(trajectory, seconds)
         return self.reply
 
-    def _environment(self) -> str:
-        """Return which environment the row wants. Raises EnvironmentFailed."""
-        names = self.shared.declarations
-        if "" in names:
-            return ""
-        name = self.columns.get(COLUMN)
-        if name not in names:
-            raise EnvironmentFailed(f"the row has {COLUMN} = {name!r}; give one of {sorted(names)}")
-        return str(name)
-
     async def _has_environment(self) -> bool:
         """Return whether the environment has answered all turns but the last one; one that is
         replayable is brought there."""
         if self.is_waited_for:
             return True
         began = None if self.opened is None else self.opened.began
-        if not self.shared.declarations[self._environment()].replayable:
+        declarations = self.shared.declarations
+        if not declarations[environment_of(self.columns, declarations)].replayable:
             return False
         reply = await self._open(began)
         progress = self.progress
@@ -303,15 +289,14 @@ class Episode:
         opened.answered += 1
         last = number == len(self.progress.turn_starts) - 1
         self.turn = turn = opened.writer.turn(turn_ids, self.progress.truncated and last, number)
-        dialogue = self.shared.dialogue
-        if isinstance(dialogue, ProgramDialogue):
-            tokens = self._tokens(number, dialogue.prefix_ids, opened.wants_tokens)
+        if (prefix_ids := opened.writer.prefix_ids) is not None:
+            tokens = self._tokens(number, prefix_ids, opened.wants_tokens)
             turn = replace(turn, tokens=tokens)
         seconds = self.shared.limits.step_seconds
         self.reply = await self.shared.caller.step(opened.key, turn, seconds)
         return self.reply
 
-    def _tokens(self, number: int, prompt_ids: list[int], is_wanted: bool) -> TurnTokens:
+    def _tokens(self, number: int, prompt_ids: Sequence[int], is_wanted: bool) -> TurnTokens:
         """Return the tokens of a turn for the program that asked for it."""
         progress = self.progress
         begin = progress.turn_starts[number]

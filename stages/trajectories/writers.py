@@ -20,7 +20,10 @@ from stages.environments.interface import EnvironmentFailed, Message, Reply, Req
 
 
 class Writer(Protocol):
-    """Writes one trajectory, reply by reply and turn by turn."""
+    """Writes one trajectory, reply by reply and turn by turn. ``prefix_ids``: the tokens of the
+    prompt, where a program gets the tokens of its turns; None: it gets none."""
+
+    prefix_ids: Sequence[int] | None
 
     def write(self, reply: Reply, turns: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
         """Return behind which of ``turns``, the tokens of each, ``reply`` goes on, counted from 1
@@ -31,8 +34,16 @@ class Writer(Protocol):
         """Return the turn ``number`` as the environment gets it."""
 
 
+def writer_of(dialogue: Dialogue | ProgramDialogue) -> Writer:
+    if isinstance(dialogue, ProgramDialogue):
+        return RequestWriter(dialogue)
+    return AppendingWriter(dialogue)
+
+
 class AppendingWriter:
     """Writes the trajectory of a class, which appends messages."""
+
+    prefix_ids: Sequence[int] | None = None
 
     def __init__(self, dialogue: Dialogue) -> None:
         self._dialogue = dialogue
@@ -63,6 +74,7 @@ class RequestWriter:
 
     def __init__(self, dialogue: ProgramDialogue) -> None:
         self._program = dialogue
+        self.prefix_ids: Sequence[int] | None = dialogue.prefix_ids
         self._spoken = list[_Spoken]()  # by turn; the last one may not be answered yet
         self._lengths = list[int]()  # of the conversation after each turn, in messages
 

@@ -52,7 +52,7 @@ class NextSessionView(BaseModel):
 async def next_session(
     service: Service, request: web.Request, path: RunPath, body: NextSession
 ) -> NextSessionView:
-    """Take a trajectory of a run with `environment.use = "sessions"`: the program asks the policy
+    """Take a trajectory of a run with `"sessions"` in `environment.use`: the program asks the policy
     at `base_url`, sets its reward by `POST {base_url}/reward` with `{"reward": 1.0}`, and ends it
     by `POST {base_url}/end`. A session that is silent for `environment.timeout` fails."""
     record = await service.registry.get(path.run)

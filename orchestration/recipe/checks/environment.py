@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestration.recipe.checks.examples import dialogue_at_hand, tokenizer_at_hand
+from orchestration.recipe.checks.examples import dialogues_at_hand, tokenizer_at_hand
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
@@ -38,7 +38,7 @@ def environment_goes_with_the_rest(recipe: Recipe) -> Iterator[Problem]:
     }
     for key in (key for key, is_set in others.items() if is_set):
         yield problem(recipe, key, "does not go with environment.use", f"take {key} out")
-    if recipe.evaluate.every and "sessions" in recipe.environment.uses.values():
+    if recipe.evaluate.every and recipe.environment.outside:
         reason = "asks for evaluations, and programs outside take trajectories of training alone"
         yield problem(recipe, "evaluate.every", reason, "set evaluate.every = 0")
 
@@ -81,7 +81,7 @@ def turns_can_be_written(recipe: Recipe, environment: Environment) -> Iterator[P
     if tokenizer is None:
         return
     try:
-        dialogue_at_hand(recipe, tokenizer)
+        dialogues_at_hand(recipe, tokenizer)
     except CodeUnusable:  # reported for the code itself
         return
     except PromptError as refused:

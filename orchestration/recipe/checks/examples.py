@@ -26,7 +26,7 @@ from stages.prompts.rows.values import describe
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:
-    from stages.environments.dialogue.interface import PromptDialogue
+    from stages.environments.dialogue.choice import Dialogues
     from stages.model.load import Tokenizer
 
 
@@ -66,7 +66,7 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
 
     found = []
     try:
-        opens = dialogue_at_hand(recipe, tokenizer)
+        opens = dialogues_at_hand(recipe, tokenizer)
         for part in recipe.prompts.parts().values():
             rows = _first_rows(part, recipe.seed)
             form = PromptFormatter(part, tokenizer, prompt_limits(recipe), opens)
@@ -77,7 +77,7 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
     return found
 
 
-def dialogue_at_hand(recipe: Recipe, tokenizer: Tokenizer) -> PromptDialogue | None:
+def dialogues_at_hand(recipe: Recipe, tokenizer: Tokenizer) -> Dialogues | None:
     """Return what writes the conversations of a run with environments; None for another run.
 
     Imports the environments' classes. Raises CodeUnusable, and PromptError for a template that
@@ -86,13 +86,13 @@ def dialogue_at_hand(recipe: Recipe, tokenizer: Tokenizer) -> PromptDialogue | N
     section = recipe.environment
     if section.use is None:
         return None
-    from orchestration.recipe.dialogue import dialogue_of
+    from orchestration.recipe.dialogue import dialogues_of
     from stages.environments.classes import environments
     from stages.environments.interface import Declarations
 
     factories = environments(section.use, section.options)
     declared = Declarations({name: each.declare() for name, each in factories.items()})
-    return dialogue_of(recipe, tokenizer, declared)
+    return dialogues_of(recipe, tokenizer, declared)
 
 
 def prompt_sources(recipe: Recipe) -> list[str]:

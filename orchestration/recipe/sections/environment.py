@@ -10,6 +10,7 @@ from orchestration.recipe.sections.rewards import NETWORK, READ
 from orchestration.units import Count, Seconds, Section, SizeOrZero, Tokens
 from stages.json_schema import IsCode, IsPath, key
 
+OUTSIDE = "sessions"
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -78,3 +79,8 @@ class EnvironmentSection(Section):
     def uses(self) -> dict[str, str]:
         """The environments by name ("": the only one)."""
         return dict(self.use) if isinstance(self.use, dict) else {"": self.use} if self.use else {}
+
+    @property
+    def outside(self) -> list[str]:
+        """The names of those that are programs outside of the run."""
+        return [name for name, use in self.uses.items() if use == OUTSIDE]

@@ -1,17 +1,20 @@
-"""Which dialogue a run has: of a library that knows the model, by its chat template, or plain."""
+"""Which dialogue an environment has: of a library that knows the model, by its chat template, or
+plain."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from pipeline.compat.extras import is_installed
 from stages.environments.dialogue.chat import ChatDialogue
 from stages.environments.dialogue.interface import ROLES, Dialogue
 from stages.environments.dialogue.plain import PlainDialogue
+from stages.environments.dialogue.program import ProgramDialogue
 from stages.environments.dialogue.renderer import RendererDialogue, known_renderers
 from stages.environments.dialogue.template import USER
-from stages.environments.interface import Tool
+from stages.environments.interface import EnvironmentFailed, Message, Tool, environment_of
 from stages.prompts.conversations import Conversations, chosen_template
 from stages.prompts.rows.files import PromptError
 from stages.prompts.rows.options import PromptOptions
@@ -21,6 +24,27 @@ if TYPE_CHECKING:
 
 
 TEMPLATE = "none"  # of the renderers: the chat template
+
+
+@dataclass(frozen=True)
+class Dialogues:
+    """The dialogues of a run's environments, ``by_name`` ("": its only one)."""
+
+    by_name: Mapping[str, Dialogue | ProgramDialogue]
+
+    @property
+    def stop_token_ids(self) -> set[int]:
+        """The tokens that end a turn, of any environment."""
+        return {token for each in self.by_name.values() for token in each.stop_token_ids}
+
+    def prompt(self, messages: Sequence[Message], row: Mapping[str, Any], where: str) -> str:
+        """Return the text of the prompt of ``row``, with the tools of its environment, without the
+        beginning of the assistant's turn. Raises PromptError."""
+        try:
+            name = environment_of(row, self.by_name)
+        except EnvironmentFailed as failed:
+            raise PromptError(f"{where}: {failed}", "correct the row") from failed
+        return self.by_name[name].prompt(messages, where)
 
 
 def choose_dialogue(

@@ -13,8 +13,6 @@ from typing import Any
 
 from stages.environments.programs.session import Session
 
-USE = "sessions"  # of environment.use
-
 
 @dataclass(frozen=True, eq=False)
 class Offer:

@@ -14,6 +14,7 @@ from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.run.execution import RunResult
 from orchestration.workers.engines import rollout_engine
 from stages.engines.protocols import GroupRequest, RolloutEngine, SamplingParams
+from stages.environments.dialogue.choice import Dialogues
 from stages.environments.dialogue.plain import PlainDialogue
 from stages.model.load import tiny_tokenizer
 from stages.prompts.sources import load_prompts
@@ -42,7 +43,7 @@ def held_out(of: Recipe) -> list[int]:
         TOKENIZER,
         of.seed,
         limits=prompt_limits(of),
-        opens=PlainDialogue(TOKENIZER, ()),
+        opens=Dialogues({"": PlainDialogue(TOKENIZER, ())}),
     )
     assert sides.held_out is not None
     trained = {sides.train.prompt(number).fields["answer"] for number in range(200)}

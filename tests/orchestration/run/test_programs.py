@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -16,6 +17,8 @@ import pytest
 
 from orchestration.state.documents import SESSIONS
 from pipeline.compat.extras import is_installed
+from stages.samples.sample_log import FOLDER
+from stages.samples.trajectory_export import trajectories
 from stages.tasks.guess import Guess
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,
@@ -246,6 +249,49 @@ async def test_programs_outside_play_the_trajectories(victim: str, tmp_path: Pat
     assert_each_sample_once(of, watched)
     rewards = [step["reward_mean"] for step in watched.of("step")]
     assert 0 < sum(rewards) < len(rewards)
+    assert_nothing_left(watched.run)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "victim"), [("inline", ""), ("process", ""), ("process", "environment-0")]
+)
+async def test_classes_programs_and_programs_outside_in_one_run(
+    launcher: str, victim: str, tmp_path: Path
+) -> None:
+    uses = {"class": "guess", "program": f"{GAMES}:chat", "outside": "sessions"}
+    rows = [
+        {"prompt": "1-7?", "answer": answer, "environment": name}
+        for answer in range(1, 8)
+        for name in uses
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    of = chat(
+        tmp_path,
+        environment__use=uses,
+        environment__on_error="zero",
+        environment__trajectory_timeout=60.0,
+        prompts__source="jsonl",
+        prompts__path=str(path),
+        prompts__task=None,
+        launch__launcher=launcher,
+        train__steps=6,
+    )
+    async with executing(run_of(of, tmp_path / "run")) as (watched, work):
+        players = asyncio.create_task(play_all(watched))
+        if victim:
+            await watched.until(lambda: len(watched.of("step")) >= 2)
+            kill(watched, victim)
+        result = await work
+        players.cancel()
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    counts = environments_of(watched)
+    assert counts["open"] == counts.get("ended_failed", 0) == 0
+    seen = {each["fields"]["environment"]: each for each in trajectories(tmp_path / "run" / FOLDER)}
+    assert {*seen} == {*uses}, "rows of all environments were trained"
+    lengths = {name: len(each["prompt_ids"]) for name, each in seen.items()}
+    assert lengths == {"class": 5, "program": 1, "outside": 1}, "programs write their prompts"
     assert_nothing_left(watched.run)
 
 

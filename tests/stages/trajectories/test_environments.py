@@ -19,6 +19,7 @@ from pipeline.index.client import Claim, LeaseLost
 from pipeline.warehouse.dock import Dock
 from pipeline.worker.outputs import Output, Parked
 from stages.environments.classes import environments
+from stages.environments.dialogue.choice import Dialogues
 from stages.environments.dialogue.plain import PlainDialogue
 from stages.environments.interface import Declarations
 from stages.flow.catalogue import ENVIRONMENT, OBSERVED, TIMES
@@ -68,7 +69,9 @@ async def stage_of(
         Trajectories(
             caller,
             declared.by_name,
-            PlainDialogue(TOKENIZER, declared.tools),
+            Dialogues(
+                {name: PlainDialogue(TOKENIZER, of.tools) for name, of in declared.by_name.items()}
+            ),
             Limits(**{**numbers, "trajectory_seconds": 3600.0, **(limits or {})}),
             seed=3,
         ),

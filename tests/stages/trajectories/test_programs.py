@@ -16,6 +16,7 @@ from pipeline.warehouse.dock import Dock
 from stages.branches import branches_of
 from stages.environments.classes import environments
 from stages.environments.dialogue.chat import ChatDialogue
+from stages.environments.dialogue.choice import Dialogues
 from stages.environments.dialogue.interface import WRITTEN_ROLES
 from stages.environments.dialogue.program import ProgramDialogue
 from stages.environments.interface import Declarations
@@ -57,7 +58,7 @@ async def stage_of(
         Trajectories(
             caller,
             declared.by_name,
-            dialogue,
+            Dialogues({"": dialogue}),
             Limits(**{**numbers, "trajectory_seconds": 3600.0, **(limits or {})}),
             seed=3,
         ),
