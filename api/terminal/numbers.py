@@ -49,14 +49,14 @@ def count(value: int) -> str:
 
 
 def short_seconds(seconds: float | None) -> str:
-    """Return ``seconds`` in ms below 0.1 s.
+    """Return ``seconds``, in ms below 0.0995 s.
 
-    >>> short_seconds(0.0042), short_seconds(1.25)
-    ('4.2 ms', '1.25 s')
+    >>> short_seconds(0.0042), short_seconds(0.0996), short_seconds(1.25)
+    ('4.2 ms', '0.0996 s', '1.25 s')
     """
     if seconds is None:
         return "–"
-    return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else f"{seconds:.3g} s"
+    return f"{seconds * 1000:.2g} ms" if seconds < 0.0995 else f"{seconds:.3g} s"
 
 
 def percent(share: float | None) -> str:

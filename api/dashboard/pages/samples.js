@@ -21,8 +21,15 @@ function made(versions) {
 function response({ response, segments }) {
   if (!segments?.length) return response;
   const piece = ([version, tokens, text]) => element("span", { class: `by by-${version % 2}`, title: `v${version}, ${tokens} tokens` }, text);
-  return segments.flatMap(({ generated, pieces, text }) => (generated ? pieces.map(piece) : element("span", { class: "quiet", title: "observed, not trained" }, text)));
+  return segments.flatMap(({ generated, pieces, text, branch, shares }) => [
+    begins(branch, shares) ? element("span", { class: "branch", title: behind(shares) }, `\nbranch ${branch} `) : null,
+    ...(generated ? pieces.map(piece) : [element("span", { class: "quiet", title: "observed, not trained" }, text)]),
+  ]);
 }
+
+/** Whether a part is the first one of a branch. */
+const begins = (branch, shares) => branch > 0 && shares !== undefined && shares !== null;
+const behind = (tokens) => `goes on behind ${tokens} tokens of the response`;
 
 /** A trajectory part by part: its tokens, who made them, what they earned, where their time went. */
 function parts({ segments }) {
@@ -34,9 +41,9 @@ function parts({ segments }) {
       : ["", "", ["", "", ""]];
     const cells = [number(tokens), by, earned, ...spent, excerpt(text), words];
     const row = element("tr", {}, element("th", { scope: "row" }, generated ? `turn ${(turns += 1)}` : "observed"), cells.map((cell) => element("td", {}, cell)));
-    if (!branch || shares === undefined || shares === null) return [row];
+    if (!begins(branch, shares)) return [row];
     const head = element("th", { scope: "row" }, `branch ${branch}`);
-    return [element("tr", {}, head, element("td", { colspan: 8 }, `goes on behind ${shares} tokens of the response`)), row];
+    return [element("tr", {}, head, element("td", { colspan: 8 }, behind(shares))), row];
   });
   return table("Parts of the trajectory", ["", "tokens", "by", "reward", "engine", "waiting", "environment", "text", "calls"], element("tbody", {}, rows));
 }

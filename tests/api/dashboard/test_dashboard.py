@@ -493,6 +493,28 @@ def test_every_field_of_a_sample_stays_text(browser: Browser) -> None:
     ]
 
 
+def test_branches_are_marked_and_all_parts_of_a_long_trajectory_are_seen(browser: Browser) -> None:
+    text = "a long observation " * 8
+    parts = [
+        {"generated": False, "tokens": 40, "text": text, "branch": branch, **shares}
+        for branch, shares in ((0, {"shares": 0}), (0, {}), (1, {"shares": 40}), (1, {}))
+        for _ in range(1 if shares else 9)
+    ]
+    marks, cells, fits = browser.asynchronous(
+        module("pages/samples") + "const entry = new it.Samples(null, 'run').entry(arguments_[0]); "
+        "document.querySelector('main').append(entry); entry.classList.add('samples'); "
+        "entry.firstChild.open = true; const scroll = entry.querySelector('.table-scroll');"
+        "const shown = [[...entry.querySelectorAll('pre .branch')].map((mark) => mark.textContent),"
+        "[...entry.querySelectorAll('tbody td[colspan]')].map((cell) => cell.textContent),"
+        "[scroll.scrollHeight <= scroll.clientHeight, scroll.scrollWidth <= scroll.clientWidth]];"
+        " entry.remove(); return shown;",
+        {"prompt": "", "response": "", "reward": 1, "segments": parts},
+    )
+    assert marks == ["\nbranch 1 "]
+    assert cells == ["goes on behind 40 tokens of the response"]
+    assert fits == [True, True]
+
+
 def test_a_script_that_got_into_the_page_would_not_run(browser: Browser) -> None:
     tried = browser.js(
         "const got = []; const attempt = (what) => { try { what(); got.push('allowed'); } "
