@@ -16,11 +16,18 @@ from api.policy.handler import Responder, answering
 from api.policy.latency import Latencies
 from api.policy.pieces import ChoiceText
 from api.policy.sampling import refused
-from api.schemas.completions import Asking, ReadChat
-from api.schemas.forms import FormRequest, MessagesRequest, ResponsesRequest
+from api.policy.structure import calls_tool
+from api.schemas.completions import Asking, NamedFunction, NamedTool, ReadChat
+from api.schemas.forms import (
+    FormRequest,
+    MessagesRequest,
+    NamedChoice,
+    ResponsesRequest,
+    ToolChoice,
+)
 from api.server.http.problems import HTTPProblem, problem_of
 from orchestration.policy.served import Policies
-from stages.environments.dialogue.turns import read_turn, settled
+from stages.environments.dialogue.turns import BEGIN, read_turn, settled
 from stages.environments.interface import Request as Conversation
 from stages.environments.interface import Turn, TurnTokens
 from stages.environments.programs import anthropic, responses
@@ -47,8 +54,10 @@ async def respond(
     events = form.Events(body)
     begun = False
     try:
-        async with answering(policies, _chat(request, conversation), owner, latencies) as responder:
-            text = _Text(responder, has_tools=bool(conversation.tools))
+        chat = _chat(request, conversation)
+        async with answering(policies, chat, owner, latencies) as responder:
+            is_call = calls_tool(chat)
+            text = _Text(responder, has_tools=bool(conversation.tools), is_call=is_call)
             async with aclosing(responder.changed()) as changed:
                 async for choice in changed:
                     new = text.add(choice)
@@ -81,7 +90,16 @@ def _chat(request: FormRequest, conversation: Conversation) -> ReadChat:
         fields["max_tokens"] = request.max_output_tokens
     else:
         fields |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences or request.stop}
+    fields["tool_choice"] = _demanded(request.tool_choice)
     return ReadChat.model_construct(**fields, conversation=conversation)
+
+
+def _demanded(choice: str | NamedChoice | ToolChoice | None) -> str | NamedTool | None:
+    """Return a ``tool_choice`` that demands a call, as chats have it; None for another one."""
+    if isinstance(choice, NamedChoice | ToolChoice) and choice.type in ("function", "tool"):
+        return NamedTool(type="function", function=NamedFunction(name=choice.name or ""))
+    kind = choice if isinstance(choice, str | None) else choice.type
+    return "required" if kind in ("required", "any") else None
 
 
 def _begin(events: Any, responder: Responder, text: str, begun: bool) -> Iterator[str]:
@@ -93,11 +111,13 @@ def _begin(events: Any, responder: Responder, text: str, begun: bool) -> Iterato
 
 
 class _Text:
-    """The text of an answer, as it comes. ``has_tools``: it may have calls."""
+    """The text of an answer, as it comes. ``has_tools``: it may have calls. ``is_call``: it is the
+    JSON of one."""
 
-    def __init__(self, responder: Responder, *, has_tools: bool) -> None:
+    def __init__(self, responder: Responder, *, has_tools: bool, is_call: bool) -> None:
         self._responder = responder
         self._has_tools = has_tools
+        self._is_call = is_call
         self._sent = list[str]()
         self._rest = ""  # that may be part of a call
         self._choice: ChoiceText | None = None
@@ -107,7 +127,9 @@ class _Text:
         with."""
         self._choice = choice
         self._rest += choice.take()[0]
-        new = settled(self._rest) if self._has_tools else self._rest
+        new = "" if self._is_call else self._rest
+        if self._has_tools:
+            new = settled(new)
         self._sent.append(new)
         self._rest = self._rest[len(new) :]
         return new
@@ -119,8 +141,13 @@ class _Text:
         cached = usage.prompt_tokens_details.cached_tokens
         stopped_by = self._choice.stopped_by
         truncated = self._choice.reason == "length"
+        text = "".join(self._sent) + self._rest
+        written = f"{BEGIN}{text}" if self._is_call else text
+        turn = read_turn(written, truncated, number, calls=self._has_tools)
+        if turn.fault:
+            turn.message["content"] = text
         return replace(
-            read_turn("".join(self._sent) + self._rest, truncated, number, calls=self._has_tools),
+            turn,
             tokens=TurnTokens(usage.prompt_tokens, usage.completion_tokens, cached=cached),
             stop=stopped_by if isinstance(stopped_by, str) else "",
         )

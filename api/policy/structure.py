@@ -72,15 +72,15 @@ def _asked(form: StructuredOutputs) -> Structure:
 
 def _add_call(structures: dict[str, Structure], request: ChatRequest) -> None:
     choice = request.tool_choice
-    functions = [tool.function for tool in request.tools or ()]
+    functions = [tool["function"] for tool in request.as_templates_read.tools]
     if isinstance(choice, NamedTool):
-        functions = [each for each in functions if each.name == choice.function.name]
+        functions = [each for each in functions if each["name"] == choice.function.name]
     if not functions:
-        raise refused("There is no such tool.", "tool_choice", "give it in tools")
+        raise refused("tool_choice demands a tool that is not there.", "tool_choice", "give it in tools")
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": each.name}, "arguments": each.parameters},
+            "properties": {"name": {"const": each["name"]}, "arguments": each["parameters"]},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }

@@ -37,6 +37,11 @@ class FunctionTool(Tool):
     parameters: Object | None = Field(None, description="JSON Schema.")
 
 
+class NamedChoice(Strict):
+    type: Literal["function"]
+    name: Name
+
+
 class TextFormat(Strict):
     type: Literal["text"]
 
@@ -59,7 +64,7 @@ class ResponsesRequest(Asking):
         None, description="Default: rollout.max_tokens of the run, or what the context leaves."
     )
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: Any = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     text: TextOptions | None = None
@@ -80,7 +85,8 @@ class ClaudeTool(Tool):
 
 
 class ToolChoice(Strict):
-    type: Literal["none", "auto"]
+    type: Literal["none", "auto", "any", "tool"]
+    name: Name | None = Field(None, description="Of type `tool`.")
     disable_parallel_tool_use: Any = None
 
 

@@ -27,6 +27,8 @@ from tests.api.policy.answers import (
 
 TOKENIZER = byte_tokenizer()
 TOKENIZER.chat_template += "{% if tools %}{{ tools | length }}{% endif %}"
+RESPONSES = "/v1/responses"
+FOR_CLAUDE = "/v1/messages"
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {
     "type": "object",
@@ -127,6 +129,44 @@ async def test_a_tool_is_called_by_its_schema(client: Client, choice: Any) -> No
     (answer,) = short["choices"]
     assert answer["finish_reason"] == "length"
     assert '{"na'.startswith(answer["message"]["content"].replace(" ", ""))
+
+
+@pytest.mark.parametrize(
+    ("choice", "for_claude", "names"),
+    [
+        ("required", {"type": "any"}, {"move", "stay"}),
+        ({"type": "function", "name": "stay"}, {"type": "tool", "name": "stay"}, {"stay"}),
+    ],
+)
+async def test_responses_and_messages_call_a_tool_by_its_schema(
+    client: Client, choice: Any, for_claude: dict[str, Any], names: set[str]
+) -> None:
+    functions = [tool["function"] for tool in TOOLS]
+    tools = [{"type": "function", **function} for function in functions]
+    asked = {"input": "hi", "tools": tools, "tool_choice": choice, "max_output_tokens": 250}
+    (called,) = (await client.whole(RESPONSES, **asked, seed=1))["output"]
+    assert called["type"] == "function_call"
+    assert called["name"] in names
+    jsonschema.validate(json.loads(called["arguments"]), SCHEMA)
+    events = await client.events(RESPONSES, **asked, seed=1)
+    (streamed,) = events[-1]["response"]["output"]
+    assert streamed["arguments"] == called["arguments"]
+    assert not [event for event in events if "output_text" in event["type"]]
+
+    tools = [{"name": each["name"], "input_schema": SCHEMA} for each in functions]
+    asked = {"messages": MESSAGES, "tools": tools, "tool_choice": for_claude, "max_tokens": 250}
+    message = await client.whole(FOR_CLAUDE, **asked, seed=1)
+    (block,) = message["content"]
+    assert (block["type"], message["stop_reason"]) == ("tool_use", "tool_use")
+    assert block["name"] in names
+    jsonschema.validate(block["input"], SCHEMA)
+    short = await client.whole(FOR_CLAUDE, **{**asked, "max_tokens": 3})
+    (block,) = short["content"]
+    assert (block["type"], short["stop_reason"]) == ("text", "max_tokens")
+    assert '{"na'.startswith(block["text"].replace(" ", ""))
+    other = {"type": "tool", "name": "other"}
+    problem = await client.problem(FOR_CLAUDE, **{**asked, "tool_choice": other})
+    assert (problem.details.field, problem.details.fix) == ("tool_choice", "give it in tools")
 
 
 async def test_what_cannot_be_followed_is_refused_by_its_field(client: Client) -> None:
