@@ -76,7 +76,9 @@ def _add_call(structures: dict[str, Structure], request: ChatRequest) -> None:
     if isinstance(choice, NamedTool):
         functions = [each for each in functions if each["name"] == choice.function.name]
     if not functions:
-        raise refused("tool_choice demands a tool that is not there.", "tool_choice", "give it in tools")
+        raise refused(
+            "tool_choice demands a tool that is missing.", "tool_choice", "give it in tools"
+        )
     calls = [
         {
             "type": "object",
