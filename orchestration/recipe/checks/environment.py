@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestration.recipe.checks.examples import dialogues_at_hand, tokenizer_at_hand
+from orchestration.recipe.checks.machine import prompts_can_be_read
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
 from stages.environments.classes import environments
+from stages.environments.interface import COLUMN
 from stages.prompts.rows.files import PromptError
 from stages.user_code import CodeUnusable
 
@@ -73,6 +75,17 @@ def _branches_are_trained(recipe: Recipe) -> Iterator[Problem]:
     if outside := sorted({"update", "reference"} & {*recipe.external.stages}):
         fix = "take it out, or use a class as the environment"
         yield Problem("external.stages", outside, f"{outside[0]!r} outside {reason}", fix)
+
+
+@machine_check("environment.use", "prompts", after=(prompts_can_be_read,))
+def rows_name_their_environment(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    names = recipe.environment.uses
+    if not names or "" in names:
+        return
+    for key, rows in environment.prompts.items():
+        if rows.has_columns and COLUMN not in rows.columns:
+            reason = f"has no column {COLUMN!r}, with which a row chooses one of {sorted(names)}"
+            yield Problem(f"{key}.path", rows.options.path, reason, "add it")
 
 
 @machine_check("environment", "model.source", "prompts")
