@@ -219,3 +219,23 @@ async def test_a_run_that_was_killed_as_a_whole_is_resumed_to_the_same_weights(
     assert [(step["reward_mean"], step["loss"]) for step in steps] == expected[began:]
     assert watched.of("ledger")[-1]["trained"] == 6 * 4 * 4
     assert_equal(trained(of, result), weights)
+
+
+WITHOUT = """
+import asyncio, sys
+from pathlib import Path
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
+from tests.orchestration.runs import TINY, complete, recipe
+of = recipe(TINY, train__steps=1, evaluate__every=1)
+watched, result = asyncio.run(complete(Execution(RunFolder.create(of, Path(sys.argv[1])))))
+print(result.state, *(name for name in sys.modules if "environments" in name or "trajector" in name))
+"""
+
+
+async def test_a_run_without_an_environment_loads_nothing_of_them(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", WITHOUT, str(tmp_path / "run")), stdout=asyncio.subprocess.PIPE
+    )
+    printed, _ = await process.communicate()
+    assert printed.splitlines()[-1].split() == [b"finished"]

@@ -40,6 +40,14 @@ class Attacks:
     def reads_a_secret(self) -> object:
         return Path(self.facts["secret"]).read_text()
 
+    def reads_a_secret_by_a_link(self) -> object:
+        os.symlink(self.facts["secret"], "link")
+        return Path("link").read_text()
+
+    def writes_by_a_link(self) -> object:
+        os.symlink(self.facts["open"], "folder")
+        return Path("folder", "marker").write_text("was here")
+
     def reads_the_users_of_the_machine(self) -> object:
         return Path("/etc/shadow").read_text()
 
