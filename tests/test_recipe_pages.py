@@ -250,3 +250,9 @@ def _bytes(text: str | int) -> int:
     size = parse_size(text)
     assert isinstance(size, int)
     return size
+
+
+def test_each_way_to_train_an_agent_has_files_of_less_than_thirty_lines() -> None:
+    lines = {block.file: block.text.count("\n") for block in page_blocks(AGENTS) if block.file}
+    ways = ("my_env.py", "calculator.toml", "my_agent.py", "drive.py", "numbers.toml")
+    assert {name: lines[name] for name in ways if lines[name] >= 30} == {}
