@@ -151,6 +151,22 @@ async def test_each_trajectory_is_trained_once_whatever_is_killed(
     assert_nothing_left(watched.run)
 
 
+async def test_another_rollout_worker_goes_on_with_the_trajectories_of_a_killed_one(
+    tmp_path: Path,
+) -> None:
+    of = recipe(GUESS, train__steps=6, rollout__workers=2, **slow("Slow", 0.3))
+    async with executing(run_of(of, tmp_path / "run")) as (watched, work):
+        for steps, victim in ((1, "rollout-0"), (3, "rollout-1")):
+            await watched.until(lambda steps=steps: len(watched.of("step")) >= steps)  # type: ignore[misc]
+            kill(watched, victim)
+        result = await work
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    rollouts = {e["worker"] for e in watched.of("stage") if e["stage"] == "rollout" and e["tokens"]}
+    assert rollouts == {"rollout-0", "rollout-1"}
+    assert_nothing_left(watched.run)
+
+
 async def test_groups_whose_environments_were_killed_are_replaced(tmp_path: Path) -> None:
     of = recipe(GUESS, train__steps=8, reward__max_error_share=1.0, **slow("Slow", 0.3))
     async with executing(run_of(of, tmp_path / "run")) as (watched, work):
