@@ -107,6 +107,7 @@ class Session:
         self._sampled = dict[str, SampledLedger]()
         self._facts_records = list[Record]()
         self._summary: Record | None = None
+        self._counted = set[str]()  # requests in the summary whose answers are there, too
         self._serving = set[asyncio.Task[None]]()
         for record in records:
             self._take(record)
@@ -124,11 +125,12 @@ class Session:
         head = record.head
         if "call" in head or "answer" in head:
             request = self.requests.load(record)
-            if "answer" in head:
+            if "answer" in head and request.request_id not in self._counted:
                 self._count(request, head)
             return
         if "sampled" in head:
             self._summary = record
+            self._counted = set(head.get("counted", ()))
             self._versions = {name: (model, versions) for name, model, versions in head["sampled"]}
             self._sampled = {
                 model: SampledLedger(counts) for model, counts in head["ledger"].items()
@@ -387,7 +389,10 @@ class Session:
                     request.call = None
             packed = [[name, model, versions] for name, (model, versions) in self._versions.items()]
             ledger = {model: each.counts for model, each in self._sampled.items()}
-            self._summary = self._journal.append({"sampled": packed, "ledger": ledger})
+            counted = [each.request_id for each in self.requests if each.outcome is not None]
+            self._summary = self._journal.append(
+                {"sampled": packed, "ledger": ledger, "counted": counted}
+            )
             await self._journal.rewrite(self._live)
 
     def _live(self) -> list[Record | None]:
