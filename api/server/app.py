@@ -175,17 +175,19 @@ async def serve(
     stop: asyncio.Event,
     ready: Callable[[str, str], None],
     extend: Callable[[web.Application, str], None] | None = None,
+    registry_of: Callable[[str], Registry] | None = None,
 ) -> None:
     """Serve until ``stop`` is set, with an agent for ``settings.runs`` concurrent runs.
 
     Calls ``ready`` with the URL and the code of a login link ("": none). ``extend`` adds to the
-    application, before it starts; it is given the URL of the index, too. Raises ServeError.
+    application, before it starts; it is given the URL of the index, too. ``registry_of`` an index
+    has the runs; None: those of the service. Raises ServeError.
     """
     limit_repeats()
     raise_descriptor_limit()
     with only_server(settings.data):
         index = None if settings.index else ServiceIndex(settings.data)
-        registry = await _connect(settings, index)
+        registry = await _connect(settings, index, registry_of)
         try:
             app = build_app(settings, registry)
             if extend is not None:
@@ -234,11 +236,13 @@ def reduce_collections() -> None:
     gc.set_threshold(*GC_THRESHOLD)
 
 
-async def _connect(settings: Settings, index: ServiceIndex | None) -> Registry:
+async def _connect(
+    settings: Settings, index: ServiceIndex | None, registry_of: Callable[[str], Registry] | None
+) -> Registry:
     """Return the registry of an index that answers. Raises ServeError."""
     try:
         url = settings.index or await asyncio.to_thread(index.start)  # type: ignore[union-attr]
-        registry = Registry(url, timeout=INDEX_SECONDS)
+        registry = (registry_of or functools.partial(Registry, timeout=INDEX_SECONDS))(url)
         await Tokens(registry.link).ping()
     except (OSError, RuntimeError, ValueError) as error:
         raise ServeError(f"index: {error}") from None

@@ -317,6 +317,16 @@ def newest_id(path: Path) -> str:
     return newest or "0"
 
 
+def newest_event(path: Path, kind: str) -> Event | None:
+    """Return the newest event of ``kind`` in the end of ``path``; None: there is none."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        for line in reversed(file.readlines()):
+            if kind.encode() in line and (event := event_of(line)) and event.kind == kind:
+                return event
+    return None
+
+
 def newest_checkpoint(path: Path) -> int:
     """Return the newest version of which a checkpoint is recorded in ``path`` and its closed parts;
     0: none."""

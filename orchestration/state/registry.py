@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import CHECKPOINT_ASKED
-from pipeline.data.events import ENDED, LIVE
+from pipeline.data.events import ENDED, LIVE, StepEvent
 from pipeline.documents.kinds import Topic
 from pipeline.index.calls import library
 from pipeline.index.client import Index, Link
@@ -87,6 +87,16 @@ async def ask_active(index: Index, what: Ask) -> str:
     return state
 
 
+class ReadOnly(RuntimeError):
+    """The run is shown by a server that changes none; the message has the fix."""
+
+    def __init__(self, run: str, asked: str) -> None:
+        super().__init__(
+            f"run {run!r} is only shown here; to {asked} it, use the command line, or the service "
+            f"that executes it"
+        )
+
+
 class KeyReused(ValueError):
     """The idempotency key was used for another request."""
 
@@ -112,6 +122,8 @@ class RunRecord:
     attempts: int
     folder: str
     recipe: dict[str, Any]
+    step: StepEvent | None = None
+    """The newest, where it is not read from the index."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +157,10 @@ class Registry:
     async def close(self) -> None:
         await self._index.close()
         await self.link.close()
+
+    def index(self, run: str) -> Index:
+        """Return the index of ``run``. It has no connections of its own, and need not be closed."""
+        return Index(self.link, run)
 
     # ── for users of the service ──
 

@@ -25,7 +25,7 @@ from orchestration.calls.interface import Busy, NotThere
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown
 from orchestration.processes.confined import TurnsFull
 from orchestration.recipe.problems import RecipeError
-from orchestration.state.registry import KeyReused, UnknownRun, WrongState
+from orchestration.state.registry import KeyReused, ReadOnly, UnknownRun, WrongState
 from pipeline.index.client import IndexUnreachable
 from stages.calls.interface import CallRefused
 from stages.environments.programs.messages import anthropic_error, openai_error
@@ -355,6 +355,8 @@ def problem_of(error: Exception) -> HTTPProblem:
         case Busy():
             headers = {"Retry-After": str(math.ceil(error.seconds))}
             return HTTPProblem(429, str(error), kind="busy", fix="try again", headers=headers)
+        case ReadOnly():
+            return HTTPProblem(403, str(error), kind="read-only")
         case WrongState():
             fix = "wait until it is in a state in which it can, or leave it"
             return HTTPProblem(

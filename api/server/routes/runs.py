@@ -417,13 +417,12 @@ async def _refuse_full_queue(service: Service) -> None:
 
 
 async def _view(service: Service, record: RunRecord) -> RunView:
-    step = (
-        await service.run_statuses.step(service.index(record.id), record)
-        if record.state != "created"
-        else None
-    )
+    facts = dict(vars(record))
+    step = facts.pop("step")
+    if step is None and record.state != "created":
+        step = await service.run_statuses.step(service.index(record.id), record)
     return RunView(
-        **vars(record),
+        **facts,
         steps=int(record.recipe["train"]["steps"]),
         steps_done=step.step + 1 if step else 0,
         reward=step.reward_mean if step else None,

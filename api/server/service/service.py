@@ -72,7 +72,7 @@ class Service:
 
     def index(self, run: str) -> Index:
         """Return the index of ``run``. It has no connections of its own, and need not be closed."""
-        return Index(self.registry.link, run)
+        return self.registry.index(run)
 
     @contextlib.contextmanager
     def held(self, request: web.Request) -> Iterator[bool]:
