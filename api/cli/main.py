@@ -4,6 +4,7 @@
     check, plan    what follows from a recipe, without running it
     recipes        the stored recipes, and the keys of a recipe
     serve, agent   a service, and the process that executes its runs (api.cli.service)
+    view           runs of this machine in the dashboard, without a service (api.cli.service.view)
     tinker         models for the training loops of Tinker's clients (api.cli.service.tinker)
     deploy         the policy of a run on Ray Serve (api.cli.service.deploy)
     runs, login    the runs of a service, over REST (api.cli.service.runs)
@@ -75,6 +76,10 @@ COMMANDS = {
     "serve": (
         "api.cli.service.serve:serve_command",
         "Serve the REST API, the dashboard and the runs in DIR until Ctrl-C.",
+    ),
+    "view": (
+        "api.cli.service.view:view_command",
+        "Show runs of this machine in the dashboard, live and ended ones, without a service.",
     ),
     "tinker": (
         "api.cli.service.tinker:tinker_command",

@@ -312,8 +312,7 @@ class Client(Transport):
 
     # --- requests
 
-    @staticmethod
-    def _run(run: str, subject: str = "") -> str:
+    def _run(self, run: str, subject: str = "") -> str:
         return f"/v1/runs/{_part('run', run)}" + (f"/{subject}" if subject else "")
 
     async def _get(self, model: type[M], path: str, query: Mapping[str, Any] | None = None) -> M:

@@ -197,7 +197,8 @@ async def serve(
             try:
                 with announced(url, settings.data) if own_token else contextlib.nullcontext():
                     _warn(settings)
-                    app[SERVICE].checks.prepare()
+                    if settings.takes_runs:
+                        app[SERVICE].checks.prepare()
                     reduce_collections()
                     ready(
                         url,

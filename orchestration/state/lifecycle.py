@@ -27,9 +27,13 @@ ANSWER_SECONDS = 10.0  # for which a command waits for the index of a run in a f
 LEASE_VARIABLE = "ASYNCDOCK_LEASE"  # in a runner's environment: the token of its lease
 
 
+class NoneAlive(LookupError):
+    """No command executes the run in a folder; the message has the fix."""
+
+
 async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> tuple[str, T]:
     """Return the id of the run that a command executes in ``folder``, and what ``ask`` returns with
-    its index. Raises LookupError when no command does."""
+    its index. Raises NoneAlive when no command does, and LookupError for a run of a service."""
     try:
         where = json.loads((folder / WHERE).read_text())
         lock_run(folder).close()
@@ -40,7 +44,7 @@ async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> t
     else:
         where = where if where["hosted"] else {}  # its command was killed
     if not where:
-        raise LookupError(
+        raise NoneAlive(
             f"run: none is alive in {folder}; `asyncdock resume {folder}` goes on with one that "
             f"has ended"
         )

@@ -11,6 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import urlsplit
@@ -61,11 +62,12 @@ def ask(
     Any failure ends the command with a message and an exit code. ``run``: the run that it is about;
     ``token``: instead of the kept one.
     """
-    from api.client import ApiProblem, Client, ServiceError
+    from api.client import ApiProblem, ServiceError
 
     async def asking() -> T:
         notice = on_retry or functools.partial(_print_retry, since=time.monotonic())
-        async with Client(server, token or None, patience=PATIENCE, on_retry=notice) as client:
+        options = {"patience": PATIENCE, "on_retry": notice}
+        async with _client(server, token, run, options) as client:
             try:
                 return await work(client)
             except ApiProblem as problem:
@@ -86,6 +88,23 @@ def ask(
         raise typer.Exit(INTERRUPTED) from None
 
 
+def _client(
+    server: str, token: str, run: str, options: dict[str, Any]
+) -> AbstractAsyncContextManager[Client]:
+    """Return a client of ``server``, or of one that shows the run in the folder ``run``."""
+    if run and is_run_folder(run):
+        from api.cli.service.view import client_of_folder
+
+        return client_of_folder(run, **options)
+    from api.client import Client
+
+    return Client(server, token or None, **options)
+
+
+def is_run_folder(run: str) -> bool:
+    return (Path(run) / "recipe.json").is_file()
+
+
 def ask_for_completion(server: Any, work: Callable[[Client], Awaitable[T]]) -> T | None:
     """Return what ``work`` returns, or None when the service does not answer soon: completion
     cannot show errors."""
@@ -104,22 +123,28 @@ def ask_for_completion(server: Any, work: Callable[[Client], Awaitable[T]]) -> T
 
 
 def ask_here(
-    run: str, work: Callable[[Index], Awaitable[T]], unreachable: str = ""
+    run: str,
+    work: Callable[[Index], Awaitable[T]],
+    unreachable: str = "",
+    *,
+    ended: bool = False,
 ) -> tuple[str, T] | None:
     """Return the id of the run that `asyncdock run` executes in the folder ``run``, and what
-    ``work`` returns with its index; None when ``run`` is not a run's folder. Any failure ends the
-    command; ``unreachable``: what it means when the index does not answer."""
-    folder = Path(run).resolve()
-    if not (folder / "recipe.json").is_file():
+    ``work`` returns with its index; None when ``run`` is not a run's folder, or with ``ended`` that
+    of one that has ended. Any failure ends the command; ``unreachable``: what it means when the
+    index does not answer."""
+    if not is_run_folder(run):
         return None
     from orchestration.recipe.problems import RecipeError
-    from orchestration.state.lifecycle import ask_in_folder
+    from orchestration.state.lifecycle import NoneAlive, ask_in_folder
     from orchestration.state.registry import WrongState
 
     try:
-        return asyncio.run(ask_in_folder(folder, work))
+        return asyncio.run(ask_in_folder(Path(run).resolve(), work))
     except ConnectionError as error:
         refuse(f"{unreachable}{error}", NO_SERVICE if unreachable else FAILED)
+    except NoneAlive as error:
+        return None if ended else refuse(error, FAILED)
     except (LookupError, WrongState, RecipeError) as error:
         refuse(error, FAILED)
 

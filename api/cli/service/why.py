@@ -30,7 +30,7 @@ def why_command(
         return await waiting_chain(index)
 
     unreachable = "all processes of the run wait for its index, as this command does: "
-    answer = ask_here(run, waiting, unreachable)
+    answer = ask_here(run, waiting, unreachable, ended=True)
     chain = answer[1] if answer else ask(server, lambda client: client.waiting(run), run).chain
     if as_json:
         from api.schemas.runs import WaitingView
