@@ -25,6 +25,7 @@ from orchestration.recipe.checks import (  # noqa: F401  # registers their check
     relations,
 )
 from orchestration.recipe.checks.registry import Environment, run_checks
+from orchestration.recipe.loading.paths import name_of, resolve_paths
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
@@ -69,12 +70,13 @@ def read_recipe(
     TOML."""
     path = Path(path)
     data = extended(read_tables(path), path)
-    data.setdefault("name", path.stem)
+    data.setdefault("name", name_of(path))
     return data, _override_all(data, overrides)
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """Return the tables that the file at ``path`` itself has. Raises :class:`RecipeError`."""
+    """Return the tables that the file at ``path`` itself has, with absolute paths. Raises
+    :class:`RecipeError`."""
     try:
         text = path.read_text(encoding="utf-8")
         data = json.loads(text) if path.suffix == ".json" else read_toml(text)
@@ -90,6 +92,8 @@ def read_tables(path: Path) -> dict[str, Any]:
         raise RecipeError(
             str(path), [Problem("file", None, f"is not a recipe in JSON: {error}")]
         ) from error
+    if problems := resolve_paths(data, path.parent):
+        raise RecipeError(str(path), problems)
     return data
 
 
