@@ -39,7 +39,7 @@ def safe_console(**options: Any) -> Console:
     """Return a Rich console that escapes control characters in everything it prints.
 
     Text is markup only where ``markup`` is given to it or to its ``print``. It is as wide as its
-    terminal; without a terminal it does not wrap lines.
+    terminal; without a terminal it does not wrap lines, and pads none.
     """
     from rich.console import Console
 
@@ -47,7 +47,7 @@ def safe_console(**options: Any) -> Console:
     console = Console(
         **{"markup": False, "width": None if stream.isatty() else PIPE_WIDTH, **options}
     )
-    console.push_render_hook(cast("RenderHook", _Escaping()))
+    console.push_render_hook(cast("RenderHook", _Escaping(pads=stream.isatty())))
     return console
 
 
@@ -66,16 +66,30 @@ def pairs_table(*rows: tuple[str, str], **options: Any) -> Table:
 
 class Safe:
     """``renderable`` with its text escaped, for renderables that no render hook sees, such as those
-    of a live view."""
+    of a live view. ``pads``: its lines may end with spaces."""
 
-    def __init__(self, renderable: RenderableType) -> None:
+    def __init__(self, renderable: RenderableType, *, pads: bool = True) -> None:
         self._renderable = renderable
+        self._pads = pads
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.segment import Segment
 
+        spaces: list[Segment] = []  # that nothing has followed yet in their line
         for segment in console.render(self._renderable, options):
-            yield segment if segment.control else Segment(escaped(segment.text), segment.style)
+            if segment.control:
+                yield segment
+            elif self._pads:
+                yield Segment(escaped(segment.text), segment.style)
+            elif not segment.text.strip():
+                spaces = [] if "\n" in segment.text else [*spaces, segment]
+                if not spaces:
+                    yield Segment("\n" * segment.text.count("\n"))
+            else:
+                yield from spaces
+                kept = segment.text.rstrip(" ")
+                spaces = [Segment(segment.text[len(kept) :], segment.style)]
+                yield Segment(escaped(kept), segment.style)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         from rich.measure import Measurement
@@ -84,5 +98,8 @@ class Safe:
 
 
 class _Escaping:
+    def __init__(self, *, pads: bool) -> None:
+        self._pads = pads
+
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        return [Safe(renderable) for renderable in renderables]
+        return [Safe(renderable, pads=self._pads) for renderable in renderables]

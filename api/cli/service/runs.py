@@ -524,13 +524,15 @@ def _print_sample(sample: SampleView, console: Console) -> None:
         f"v{version}×{tokens}" if version >= 0 else f"observed×{tokens}"
         for version, tokens in sample.versions
     )
-    console.rule(
+    title = (
         f"group {sample.group} #{sample.place}  step {sample.step}  reward "
         f"{number(sample.reward, '.3f')}  advantage {number(sample.advantage, '.3f')}  staleness "
-        f"{sample.staleness}  {versions}",
-        style="dim",
-        align="left",
+        f"{sample.staleness}  {versions}"
     )
+    if console.is_terminal:
+        console.rule(title, style="dim", align="left")
+    else:
+        console.print(title, markup=False, highlight=False, soft_wrap=True)
     console.print(sample.prompt, style="dim", markup=False, highlight=False, soft_wrap=True)
     console.print(
         sample.response + (" …" if sample.truncated else ""),

@@ -278,3 +278,16 @@ def test_runs_are_completed_safely(service: None, monkeypatch: pytest.MonkeyPatc
     )
     context = type("Context", (), {"params": {}})
     assert all(safe(help_) for _, help_ in runs_cli._complete_recipe(context, "mo"))  # type: ignore[arg-type]
+
+
+def test_without_a_terminal_no_line_is_padded(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("a", "b", box=None)
+    table.add_row("x", "long text")
+    table.add_row("", "y")
+    table.add_row("z", "")
+    safe_console().print(table)
+    safe_console().print(Text("end  "), Text("  inner  space"))
+    assert capsys.readouterr().out.splitlines() == [
+        *(" a  b", " x  long text", "    y", " z"),
+        "end     inner  space",
+    ]
