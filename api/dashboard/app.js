@@ -23,7 +23,7 @@ class App {
     this.out = document.getElementById("sign-out");
     this.models = document.getElementById("models");
     this.newRun = document.getElementById("new-run");
-    this.takesRuns = true;
+    this.runsOf = "service";
     this.service = new Service(() => this.signIn());
     this.runs = new Runs(this.service, (runs, filtered) => this.listed(runs, filtered));
     this.page = null;
@@ -54,19 +54,18 @@ class App {
     }
     this.out.hidden = !this.service.token;
     if (!(await this.look())) return;
-    if (this.takesRuns) this.runs.load();
+    if (this.runsOf !== "nobody") this.runs.load();
     this.go(false);
   }
 
-  /** Ask whether the server has training calls for this token, and whether it takes runs beside them.
-   *  Returns false where nobody is signed in. */
+  /** Ask what the server has. Returns false where nobody is signed in. */
   async look() {
-    const answer = await this.service.json("tinker/models", { query: { limit: 1 } }).catch((problem) => problem);
-    if (answer.status === 401) return false;
-    this.models.hidden = answer instanceof Error;
-    this.takesRuns = answer.runs !== false;
-    this.newRun.hidden = !this.takesRuns;
-    document.body.dataset.runs = this.takesRuns ? "some" : "none";
+    const server = await this.service.json("v1/server").catch((problem) => problem);
+    if (server.status === 401) return false;
+    this.models.hidden = !server.models;
+    this.runsOf = server.runs_of ?? "service";
+    this.newRun.hidden = this.runsOf !== "service";
+    document.body.dataset.runs = this.runsOf;
     return true;
   }
 
@@ -74,7 +73,7 @@ class App {
   async go(moved) {
     const turn = (this.turn += 1);
     const [, what = "", id = ""] = location.hash.split("/");
-    if (!what && !this.takesRuns) return location.replace("#/models");
+    if (!what && this.runsOf === "nobody") return location.replace("#/models");
     const run = what === "runs" ? decodeURIComponent(id) : "";
     this.put(null);
     this.runs.choose(run);

@@ -197,7 +197,7 @@ async def serve(
             try:
                 with announced(url, settings.data) if own_token else contextlib.nullcontext():
                     _warn(settings)
-                    if settings.takes_runs:
+                    if settings.runs_of == "service":
                         app[SERVICE].checks.prepare()
                     reduce_collections()
                     ready(

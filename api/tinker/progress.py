@@ -13,15 +13,11 @@ from api.tinker.schemas import Answer, ModelPath, PageQuery, StepsQuery
 
 @tinker_operation("GET", "/tinker/models", summary="Models of this token, as they are now")
 async def list_models(service: Service, request: web.Request, query: PageQuery) -> Answer:
-    """Those that were called last come first. ``runs``: whether this server takes runs, too."""
+    """Those that were called last come first."""
     calls, owner = caller(request)
     models = sorted(await calls.models(owner), key=lambda each: each.last_request, reverse=True)
     chosen = models[query.offset : query.offset + query.limit]
-    return Answer(
-        models=[asdict(model) for model in chosen],
-        total=len(models),
-        runs=service.settings.takes_runs,
-    )
+    return Answer(models=[asdict(model) for model in chosen], total=len(models))
 
 
 @tinker_operation("GET", "/tinker/models/{model}/steps", summary="How a model has trained")

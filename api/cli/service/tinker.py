@@ -89,7 +89,7 @@ def tinker_command(
             **parse_address(listen),
             data=data,
             runs=0,
-            takes_runs=False,
+            runs_of="nobody",
             policies=0,
             rate=RATE,
             burst=2 * RATE,

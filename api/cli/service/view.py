@@ -80,7 +80,7 @@ async def _serve(
 
     server = EmbeddedIndex(data / "index")  # ends with this process, however that ends
     settings = Settings(
-        **address, data=data, index=server.url, runs=0, takes_runs=False, policies=0
+        **address, data=data, index=server.url, runs=0, runs_of="folders", policies=0
     )
     if not settings.loopback:
         raise ValueError(

@@ -245,7 +245,8 @@ export class RunPage {
     setState(this.state, state);
     document.title = `${STATES[state] ?? state}: ${record.name} – AsyncDock`;
     const over = ENDED.includes(state);
-    const shown = { pause: !over && state !== "paused" && state !== "created", resume: state === "paused", checkpoint: !over && state !== "created", scale: !over && state !== "created" && this.rollouts(progress) > 0, stop: !over, delete: over };
+    const changes = document.body.dataset.runs !== "folders"; // there all runs are only shown
+    const shown = !changes ? {} : { pause: !over && state !== "paused" && state !== "created", resume: state === "paused", checkpoint: !over && state !== "created", scale: !over && state !== "created" && this.rollouts(progress) > 0, stop: !over, delete: over };
     const possible = { pause: state === "running", resume: true, checkpoint: state === "running", scale: ["starting", "running", "paused"].includes(state), stop: state !== "stopping", delete: true };
     const held = Object.keys(this.buttons).find((what) => this.buttons[what] === document.activeElement);
     for (const [what, button] of Object.entries(this.buttons)) {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+RunsOf = Literal["service", "folders", "nobody"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -25,8 +26,8 @@ class Settings(BaseModel):
     """URL of an index; "" for a server of its own under ``data``."""
     runs: int = Field(default=1, ge=0)
     """Runs that execute at once; 0: other agents execute them."""
-    takes_runs: bool = True
-    """Whether runs can be submitted."""
+    runs_of: RunsOf = "service"
+    """Whose runs it has: its own, which can be submitted; those of folders, which are shown; nobody's."""
     roots: tuple[Path, ...] = ()
     """Folders below which every path in a recipe must lie."""
     recipes: tuple[Path, ...] = ()

@@ -85,7 +85,7 @@ async def submit_run(
     It begins when fewer than the server's limit are active; until then `position` says how many are
     before it. A repeat under the same `Idempotency-Key` within a day makes no second one.
     """
-    if not service.settings.takes_runs:
+    if service.settings.runs_of != "service":
         fix = "submit it to a service that `asyncdock serve` has started"
         raise HTTPProblem(403, "This server executes no runs.", kind="no-runs", fix=fix)
     accepted = (await checked(service, request, submission=raw.decode(), plan=False))["recipe"]

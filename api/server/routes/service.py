@@ -7,11 +7,14 @@ import importlib.metadata
 from typing import Any, Literal
 
 from aiohttp import web
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel, Field, RootModel
 
+from api.server.access.settings import RunsOf
 from api.server.http.problems import HTTPProblem
 from api.server.service.operations import operation
 from api.server.service.service import DOCUMENT, Service
+
+MODELS = "/tinker/models"  # an operation of api.tinker
 
 
 class Health(BaseModel):
@@ -23,6 +26,22 @@ class Health(BaseModel):
 
 class Document(RootModel[dict[str, Any]]):
     """An OpenAPI 3.1 document."""
+
+
+class ServerView(BaseModel):
+    """What a server has."""
+
+    runs_of: RunsOf = Field(
+        description="service: runs are submitted, and executed; folders: runs are shown, and none "
+        "can be changed; nobody: it has no runs."
+    )
+    models: bool = Field(description="Whether it has models for the training loops of clients.")
+
+
+@operation("GET", "/v1/server", scope="read", summary="What this server has", tag="service")
+async def get_server(service: Service, request: web.Request) -> ServerView:
+    paths = {resource.canonical for resource in request.app.router.resources()}
+    return ServerView(runs_of=service.settings.runs_of, models=MODELS in paths)
 
 
 @operation(
