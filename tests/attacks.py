@@ -103,6 +103,7 @@ BOUNDARIES: Mapping[str, tuple[str, ...]] = {
     ),
     "a key of Tinker's clients": (
         "api/tinker/test_values.py",
+        "api/tinker/test_fuzz.py",
         *(
             f"api/tinker/test_messages.py::test_{attack}"
             for attack in (
