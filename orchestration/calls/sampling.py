@@ -9,6 +9,7 @@ forgotten the versions alone.
 from __future__ import annotations
 
 import asyncio
+import copy
 import secrets
 import shutil
 import time
@@ -388,7 +389,8 @@ class Session:
                 if request.answered.is_set():
                     request.call = None
             packed = [[name, model, versions] for name, (model, versions) in self._versions.items()]
-            ledger = {model: each.counts for model, each in self._sampled.items()}
+            # a copy: answers are counted while the record waits to be written
+            ledger = {model: copy.deepcopy(each.counts) for model, each in self._sampled.items()}
             counted = [each.request_id for each in self.requests if each.outcome is not None]
             self._summary = self._journal.append(
                 {"sampled": packed, "ledger": ledger, "counted": counted}
