@@ -3,6 +3,7 @@ engine.
 
     python -m benchmarks.agents [--tools 0 1 3] [--bounds 0 1 2] [--steps 16] [--json FILE]
     python -m benchmarks.agents --sessions 1000
+    python -m benchmarks.agents --turn
     python -m benchmarks.agents --smoke
 
 Real runs: recipe, embedded index, worker processes, environments in processes of their own. The
@@ -278,6 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--sessions", type=int, default=0, help="so many trajectories at a time")
+    parser.add_argument("--turn", action="store_true", help="only what a turn costs")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: whether it works")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -286,6 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.smoke:
         workload = Workload(steps=4, margin=1, groups=2, group_size=4, slots=8, train_seconds=0.1)
         options.tools, options.bounds = options.tools[-1:], options.bounds[-1:]
+    if options.turn:
+        options.tools = []
     if options.sessions:
         groups = -(-options.sessions // (2 * workload.group_size))
         workload = replace(workload, groups=groups, slots=8 * groups)
@@ -309,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gaps = asyncio.run(turn_times(home, 4 if options.smoke else 100))
         again = {
             workers: asyncio.run(computed_again(home, workers, 2 if options.smoke else 20))
-            for workers in (1, 2)
+            for workers in (() if options.turn else (1, 2))
         }
     turn = {"p50": quantile(gaps, 0.5), "p99": quantile(gaps, 0.99), "turns": len(gaps)}
     print(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -119,28 +118,26 @@ class Calls:
         lane = link.lanes.pop() if link.lanes else next(link.lane)
         head = ("FCALL", f"asyncdock_{function}", 1, self.prefix, packed, request)
         tail = (link.client, lane)
+        began = time.monotonic()
         tries = 0
         try:
-            if wait is not None:
-                with suppress(RedisConnectionError, OSError):
+            try:
+                if wait is not None:
                     streams = {f"{self.prefix}wake:{wait.topic}": wait.after}
                     # it may come late, when the connection is lost and the call has been repeated
                     command = (*head, "1", *tail)
                     return await link.send_behind(streams, wait.seconds, wait.early, command)
-                tries = 1
-            began = time.monotonic()
-            # nearly always; it has a timer of its own
-            if not tries and (connection := link.connection) is not None:
-                try:
+                # nearly always; it has a timer of its own
+                if (connection := link.connection) is not None:
                     return await connection.send((*head, "0", *tail))
-                except ConnectionError:
-                    tries = 1
-                except ResponseError as refused:
-                    if not is_loading(refused):
-                        raise
+            except (RedisConnectionError, OSError):
+                tries = 1
+            except ResponseError as refused:
+                if not is_loading(refused):
+                    raise
             return await link.retry(
                 lambda again: link.send((*head, "1" if again or tries else "0", *tail)),
-                began=began,
+                began=began if wait is None else None,
                 failures=tries,
             )
         except ResponseError as refused:

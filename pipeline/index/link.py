@@ -16,7 +16,6 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import hiredis
@@ -34,6 +33,7 @@ log = structlog.get_logger()
 
 # one in so many of the files that a process may open can be a blocking connection of one link
 WAITS_SHARE = 8
+UNBLOCK_SECONDS = 0.01  # between two tries to end a wait
 
 
 class PipelinedConnection(asyncio.Protocol):
@@ -276,19 +276,11 @@ class Link:
             answer = own.send(command)
             if early is None:
                 return await answer
-            unblock = partial(self._unblock, own)
-            early.add_done_callback(unblock)
-            try:
-                return await answer
-            finally:
-                early.remove_done_callback(unblock)
-
-    def _unblock(self, waiting: PipelinedConnection, _early: asyncio.Future[None]) -> None:
-        if self.connection is None:  # the command is made again, without a wait
-            waiting.close()
-        else:
-            unblock = ("CLIENT", "UNBLOCK", waiting.number)
-            self.connection.send(unblock).add_done_callback(_drop)
+            await asyncio.wait([answer, early], return_when=asyncio.FIRST_COMPLETED)
+            while not answer.done():  # the server may see this before the wait
+                await self.send(("CLIENT", "UNBLOCK", own.number))
+                await asyncio.wait([answer], timeout=UNBLOCK_SECONDS)
+            return answer.result()
 
     async def own_address(self) -> str:
         """Return the address of this machine on the way to the server; "" where that is a Unix

@@ -183,7 +183,7 @@ class Controller:
                 early=self._woken,
             )
         may_work = self._running.is_set() and not self._stopping
-        if isinstance(outcome, Claim) and not (may_work and stage.room(self.held)):
+        if isinstance(outcome, Claim) and not (may_work and stage.room(self.held) > 0):
             await self.dock.index.hand_back(outcome)
             return nothing
         return outcome
