@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from pipeline.compat.extras import ExtraMissing, install, is_installed
 from stages.calls.interface import ServedBase
 
 TOKENIZERS = "tokenizers"  # of models without files: in the service's folder
@@ -43,9 +44,14 @@ def describe_bases(
     recipe of one, a ``.toml`` file.
 
     ``options``: device, dtype, threads, max_rows of all engines, as far as they are given. Raises
-    ModelNotFound, DeviceMissing where there is no such device, and ValueError for names that are
-    there twice and for a recipe that is wrong or contradicts ``options``.
+    ModelNotFound, DeviceMissing where there is no such device, ExtraMissing without the library of
+    adapters, and ValueError for names that are there twice and for a recipe that is wrong or
+    contradicts ``options``.
     """
+    if not is_installed("peft"):
+        raise ExtraMissing(
+            f"peft is not installed, by which clients train adapters; {install('lora')}"
+        )
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         bases = list(pool.map(partial(_describe, folder, options), models))
     names = Counter(base.name for base in bases)

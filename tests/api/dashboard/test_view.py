@@ -15,7 +15,9 @@ pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WITHOUT),
     pytest.mark.timeout(240),
 ]
-VISIBLE = "return [...document.querySelectorAll('{}')].filter((one) => one.checkVisibility()).length"
+VISIBLE = (
+    "return [...document.querySelectorAll('{}')].filter((one) => one.checkVisibility()).length"
+)
 
 
 def test_runs_are_shown_without_what_would_change_them(tmp_path: Path) -> None:
