@@ -323,7 +323,7 @@ async def test_an_index_behind_a_password_and_tls(tmp_path: Path) -> None:
             claim = await dock.claim("score", 1)
             assert claim is not None
             assert claim.row.tolist() == [0]
-        wrong = Index(server.url.replace("right", "wrong"), "r", timeout=1.0)
+        wrong = Index(server.url.replace("right", "wrong"), "r", timeout=15.0)
         with pytest.raises(Exception, match="password"):
             await wrong.stats()
         await wrong.close()
