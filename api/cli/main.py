@@ -4,13 +4,13 @@
     check, plan    what follows from a recipe, without running it
     recipes        the stored recipes, and the keys of a recipe
     serve, agent   a service, and the process that executes its runs (api.cli.service)
-    view           runs of this machine in the dashboard, without a service (api.cli.service.view)
+    view           runs of this machine in the dashboard, without a service (api.cli.view)
     tinker         models for the training loops of Tinker's clients (api.cli.service.tinker)
     deploy         the policy of a run on Ray Serve (api.cli.service.deploy)
     runs, login    the runs of a service, over REST (api.cli.service.runs)
     link           a link that signs a browser in to a service (api.cli.service.link)
     why            what a run waits for at this moment (api.cli.service.why)
-    checkpoint     whether checkpoints are as they were written (api.cli.folder.checkpoint)
+    checkpoint     whether checkpoints are as they were written (api.cli.checkpoint)
     dock, track    the samples of a live run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
     env            one trajectory of an environment, before a run (api.cli.env)
     pairs          preference pairs of a run's samples (api.cli.pairs)
@@ -78,7 +78,7 @@ COMMANDS = {
         "Serve the REST API, the dashboard and the runs in DIR until Ctrl-C.",
     ),
     "view": (
-        "api.cli.service.view:view_command",
+        "api.cli.view:view_command",
         "Show runs of this machine in the dashboard, live and ended ones, without a service.",
     ),
     "tinker": (
@@ -102,7 +102,7 @@ COMMANDS = {
         "api.cli.service.runs:logout",
         "Forget the token that `asyncdock login` kept for a service.",
     ),
-    "checkpoint": ("api.cli.folder.checkpoint:checkpoint_app", "Look at the checkpoints of a run."),
+    "checkpoint": ("api.cli.checkpoint:checkpoint_app", "Look at the checkpoints of a run."),
     "dock": (
         "api.cli.dock:dock_app",
         "Look into the sample flow of a run that is alive; export trajectories.",

@@ -34,6 +34,7 @@ COMMANDS = {
     "make demo": "ten minutes and a package index; it is `asyncdock run quickstart`",
     "make test": "this suite",
     "python rows.py glossary": VERIFIERS,
+    "uv run -m skyrl.tinker.api": "another server, in an environment of its own",
     "asyncdock run glossary.toml": VERIFIERS,
     "python drive.py": "a service with a run that waits for programs, for as long as it trains; "
     "tests/orchestration/run/test_programs.py::test_programs_outside_play_the_trajectories "

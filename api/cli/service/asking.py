@@ -93,7 +93,7 @@ def _client(
 ) -> AbstractAsyncContextManager[Client]:
     """Return a client of ``server``, or of one that shows the run in the folder ``run``."""
     if run and is_run_folder(run):
-        from api.cli.service.view import client_of_folder
+        from api.cli.folder.serving import client_of_folder
 
         return client_of_folder(run, **options)
     from api.client import Client

@@ -73,8 +73,8 @@ def load_base(
     layout = _layout(options)
     options = {"token_budget": TOKEN_BUDGET, **options}
     timeout = float(options.pop("collective_seconds", COLLECTIVE_SECONDS))
-    for name in ("data_parallel", "tensor_parallel"):
-        options.pop(name, None)
+    options.pop("data_parallel", None)
+    tensor_parallel = options.pop("tensor_parallel", 1)
     if store is None:
         return TorchBase.load(base.source, context=base.context, **options)
     from stages.engines.torch.parallel.sharded import Sharded
@@ -83,8 +83,8 @@ def load_base(
     wait_for_all(store, rank, layout.world)
     ranks = Sharded(layout.coordinates(rank), store=store, timeout=timeout)
     trained = TorchBase.load(base.source, context=base.context, ranks=ranks, **options)
-    if layout.tp > 1:
-        cuts(trained.model, layout.tp)
+    if tensor_parallel > 1:
+        cuts(trained.model, tensor_parallel)
     return trained
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.problems import ProblemError
 from stages.environments.dialogue.chat import ChatDialogue
-from stages.environments.dialogue.choice import choose_dialogue
+from stages.environments.dialogue.choice import Dialogues, choose_dialogue
 from stages.environments.dialogue.encoder import DialogueEncoder
 from stages.environments.dialogue.interface import MessagesRefused
 from stages.environments.dialogue.plain import PlainDialogue
@@ -65,7 +65,7 @@ def test_the_tokens_are_those_of_the_whole_conversation() -> None:
     options = PromptOptions(source="jsonl", path="x", system="Be brief.")
     dialogue = choose_dialogue(options, tokenizer)
     row = {"prompt": "What is 2 + 2?"}
-    form = PromptFormatter(options, tokenizer, opens=dialogue)
+    form = PromptFormatter(options, tokenizer, opens=Dialogues({"": dialogue}))
     ids = form.prompt(row, "line 1").ids.tolist()
     ids += dialogue.opening([user("You have two tries.")])
     for answer, reply in (("It is 5.", "No.\n\n  Again:"), ("4<think>", "Yes.")):
@@ -352,13 +352,15 @@ def test_a_prompt_of_an_environment_ends_before_the_assistants_turn() -> None:
     row = {"prompt": "What is 2 + 2?"}
     alone = PromptFormatter(options, tokenizer).prompt(row, "line 1")
     dialogue = choose_dialogue(options, tokenizer, [ADD])
-    opened = PromptFormatter(options, tokenizer, opens=dialogue).prompt(row, "line 1")
+    opened = PromptFormatter(options, tokenizer, opens=Dialogues({"": dialogue})).prompt(
+        row, "line 1"
+    )
     assert alone.text == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     assert '"name": "add"' in opened.text
     assert opened.text.endswith("What is 2 + 2?<|im_end|>\n")
     talk = {"prompt": [user("a"), assistant("b")]}
     with pytest.raises(PromptError, match="line 1 ends with a message of the assistant"):
-        PromptFormatter(options, tokenizer, opens=dialogue).prompt(talk, "line 1")
+        PromptFormatter(options, tokenizer, opens=Dialogues({"": dialogue})).prompt(talk, "line 1")
 
 
 def test_without_a_chat_template_contents_stand_one_after_another() -> None:

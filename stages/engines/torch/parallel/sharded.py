@@ -83,7 +83,7 @@ class Sharded(Parallel):
     ) -> None:
         super().__init__(coordinates)
         self.token_ranks = coordinates.layout.cp
-        self.meshes: Meshes = None  # type: ignore[assignment]  # made by start
+        self.meshes: Meshes = None  # type: ignore[assignment]  # made by start, or place
         self._weights = weights
         self._frozen: dict[str, torch.Tensor] | None = None
         self._store = store
@@ -102,14 +102,9 @@ class Sharded(Parallel):
 
     def start(self, device: torch.device) -> torch.device:
         device = devices.of_rank(device, self.coordinates.rank)
-        if self.meshes is not None:
-            return device
-        secret = b""
         if self._store is not None:
             secret = join(self.coordinates, self._store, device, self._timeout)
-        self.meshes = Meshes(self.coordinates.layout, device.type, partial(prove, secret, device))
-        self.checkpoint_group = dist.new_group(backend="gloo")
-        prove(secret, torch.device("cpu"), self.checkpoint_group)
+            self.meshes, self.checkpoint_group = _groups(self.coordinates, device, secret)
         return device
 
     def place(self, packed_model: PackedModel, compute: torch.dtype) -> dict[str, nn.Parameter]:
@@ -117,6 +112,8 @@ class Sharded(Parallel):
         _check(packed_model, coordinates.layout)
         self.packed_model = packed_model
         self._device = packed_model.device
+        if self.meshes is None:
+            self.meshes, self.checkpoint_group = _groups(coordinates, self._device)
         model = packed_model.model
         adapters = packed_model.adapters
         master = getattr(torch, adapters.dtype) if adapters else packed_model.dtype
@@ -405,6 +402,16 @@ def _shard(
     # sum.
     sharded.set_gradient_divide_factor(divisor)
     sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _groups(
+    coordinates: RankCoordinates, device: torch.device, secret: bytes = b""
+) -> tuple[Meshes, dist.ProcessGroup]:
+    """Return the process groups of the ranks, and that of checkpoints."""
+    meshes = Meshes(coordinates.layout, device.type, partial(prove, secret, device))
+    checkpoints = dist.new_group(backend="gloo")
+    prove(secret, torch.device("cpu"), checkpoints)
+    return meshes, checkpoints
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -658,10 +658,15 @@ def with_environment(use: Any, **keys: Any) -> dict[str, Any]:
     )
 
 
-def test_environments_of_requests_run_in_a_sandbox() -> None:
-    settings = Settings(data=Path(), allow_stages=frozenset({SUMS}))
-    for use in ("guess", SUMS, {"sums": SUMS, "games": "guess"}):
-        accepted = accept(settings, with_environment(use), {})
+def test_environments_of_requests_run_in_a_sandbox(tmp_path: Path) -> None:
+    settings = Settings(data=Path(), allow_stages=frozenset({SUMS}), roots=(tmp_path,))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "a", "environment": "sums"}\n')
+    several = with_environment({"sums": SUMS, "games": "guess"})
+    several["prompts"] = {"source": "jsonl", "path": str(rows), "max_prompt_tokens": 8}
+    for tables in (with_environment("guess"), with_environment(SUMS), several):
+        accepted = accept(settings, tables, {})
+        use = tables["environment"]["use"]
         assert accepted.environment.use == use
         assert accepted.environment.sandbox
         assert accepted.reward.environment == []

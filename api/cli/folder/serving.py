@@ -1,6 +1,6 @@
-"""``asyncdock view``, and commands about a run that is given by its folder.
+"""A server of this process that shows runs in folders, and a client of it for one command.
 
-FOLDER… ─▶ FolderRuns ─▶ the server of `asyncdock serve`, which changes none ─▶ the dashboard, by a link
+FOLDER… ─▶ FolderRuns ─▶ the server of `asyncdock serve`, which changes none
 RUN_DIR ─▶ the same, for as long as one command asks it
 """
 
@@ -10,66 +10,24 @@ import asyncio
 import contextlib
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import structlog
-import typer
 
-from api.cli.common.output import refuse
-from api.cli.folder.foreign import run_folder
-from api.cli.service.link import print_login_link
-from api.cli.service.serve import parse_address, stopped_by_signals
 from api.client.client import Client
 
 TEMPORARY = "asyncdock-view-"
 INDEX_SECONDS = 10.0  # for which a request waits for the index of a run
 
 
-def view_command(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FOLDER...", help="Folders of runs, or folders with such folders in them."
-        ),
-    ],
-    listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="On loopback. Port 0: any that is free.")
-    ] = "127.0.0.1:0",
-) -> None:
-    """Show runs of this machine in the dashboard, live and ended ones, without a service.
-
-    Nothing can be changed there. Ctrl-C closes it.
-    """
-    from api.server.app import ServeError
-
-    for folder in folders:
-        if not folder.is_dir():
-            refuse(f"FOLDER: {folder} is no directory; give one in which `asyncdock run` wrote")
-        run_folder(folder)
-    try:
-        asyncio.run(_view(folders, parse_address(listen)))
-    except (ServeError, ValueError) as error:
-        refuse(f"view: {error}")
-
-
-async def _view(folders: Sequence[Path], address: dict[str, Any]) -> None:
-    def ready(url: str, code: str) -> None:
-        print(f"AsyncDock shows the runs in {', '.join(map(str, folders))} at {url}", flush=True)
-        print_login_link(url, code)
-
-    stop = stopped_by_signals("Closing; runs go on.")
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as data:
-        await _serve(folders, Path(data), stop, ready, address)
-
-
-async def _serve(
+async def serve_folders(
     folders: Sequence[Path],
     data: Path,
     stop: asyncio.Event,
     ready: Callable[[str, str], None],
-    address: dict[str, Any],
+    address: Mapping[str, Any],
 ) -> None:
     """Show the runs in ``folders`` until ``stop``; ``data``: an empty folder. Raises ServeError and
     ValueError."""
@@ -124,13 +82,12 @@ async def client_of_folder(folder: str, **options: Any) -> AsyncIterator[FolderC
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     stop = asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    address = parse_address("127.0.0.1:0")
 
     def ready(at: str, _: str) -> None:
         url.set_result(at)
 
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as data:
-        showing = _serve([Path(folder)], Path(data), stop, ready, address)
+        showing = serve_folders([Path(folder)], Path(data), stop, ready, {"port": 0})
         serving = asyncio.create_task(showing)
         try:
             beginning: set[asyncio.Future[Any]] = {serving, url}
