@@ -45,9 +45,11 @@ def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Proble
         yield Problem("rollout.temperature", recipe.rollout.temperature, wrong, "leave it out")
     confined = [function.name for function in recipe.reward.functions if function.is_sandboxed]
     stages = [stage.use for stage in recipe.stages if stage.sandbox]
+    environments = [*recipe.environment.uses.values()] if recipe.environment.sandbox else []
     for key, names in (
         ("reward.functions", confined if recipe.runs_stage("reward") else []),
         ("stages", stages),
+        ("environment.sandbox", environments),
     ):
         if not names:
             continue

@@ -109,3 +109,14 @@ def test_a_weaker_sandbox_is_a_notice(gym: Path, monkeypatch: pytest.MonkeyPatch
         str(notice) for notice in notices_of(load_recipe(gym)) if "reasoning_gym" in str(notice)
     ]
     assert "Landlock's sandbox alone (names of files can be seen" in notice
+
+
+def test_a_weaker_sandbox_of_environments_is_a_notice(
+    guess: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "available", lambda: WEAKER)
+    recipe = load_recipe(guess, ["environment.sandbox=true"])
+    (notice,) = [found for found in notices_of(recipe) if found.key == "environment.sandbox"]
+    assert "['guess'] get Landlock's sandbox alone" in str(notice)
+    recipe = load_recipe(guess)
+    assert "environment.sandbox" not in [found.key for found in notices_of(recipe)]
