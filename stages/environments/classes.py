@@ -45,6 +45,7 @@ BUILT_IN = {  # by name
     "sessions": "stages.environments.programs.outside:sessions",
 }
 LIBRARIES = {  # by their module: of "module:name", the class that is made with this name
+    "reasoning_gym": "stages.environments.libraries.reasoning_gym:ReasoningGym",
     "skyrl_gym": "stages.environments.libraries.skyrl_gym:SkyRLGym",
     "textarena": "stages.environments.libraries.textarena:TextArena",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import reasoning_gym
 
 from stages.environments.classes import environments
 from stages.environments.interface import Reply, Trajectory, Turn
@@ -50,8 +51,24 @@ async def test_an_environment_of_skyrl_gym_gets_its_row() -> None:
     assert (last.reward, last.done) == (1.0, True)
 
 
-@pytest.mark.parametrize("use", ["textarena:Guess", "skyrl_gym:gsm8"])
+async def test_a_task_of_reasoning_gym_asks_the_question_of_its_row_and_scores_one_turn() -> None:
+    use = "reasoning_gym:number_sorting"
+    row = {"prompt": "Answer in <answer> tags.", "task": 7}
+    opened, _ = await played(use, row, "")
+    question = opened.messages[0]["content"]
+    entry = reasoning_gym.create_dataset("number_sorting", seed=0)[7]
+    assert question == entry["question"]
+    again, right = await played(use, row, f"I sort. <answer>{entry['answer']}</answer>")
+    assert again == opened, "a row is one question, for each trajectory of its group"
+    assert (right.reward, right.done, list(right.messages)) == (1.0, True, [])
+    *_, code = await played(use, row, "<answer>__import__('os').abort()</answer>")
+    assert (code.reward, code.done) == (0.0, True), "it is not evaluated"
+    other, _ = await played(use, row | {"task": 8}, "")
+    assert other.messages[0]["content"] != question
+
+
+@pytest.mark.parametrize("use", ["textarena:Guess", "skyrl_gym:gsm8", "reasoning_gym:chainsum"])
 async def test_a_name_that_is_none_lists_those_that_are(use: str) -> None:
     caller = LocalCaller(environments(use, {}))
-    with pytest.raises(CodeUnusable, match=r"GuessTheNumber-v0|gsm8k"):
+    with pytest.raises(CodeUnusable, match=r"GuessTheNumber-v0|gsm8k|chain_sum"):
         await caller.declare()
