@@ -1,7 +1,9 @@
-"""``asyncdock env try``: one trajectory of an environment, turn by turn, before any run.
+"""``asyncdock env try``: one trajectory of an environment, turn by turn, before any run; or the
+evaluation of a model in it.
 
 USE, --model, --set ─▶ recipe ─▶ prompt ─▶ advance ─▶ a turn ─▶ advance ─▶ … ─▶ its ending and its reward
-                                              └──────────┴─▶ a record each ─▶ a line of JSON, or the terminal
+                          │                   └──────────┴─▶ a record each ─▶ a line of JSON, or the terminal
+                          └─▶ --held-out: its evaluation, one record
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,8 +31,10 @@ from api.terminal.screen import safe_console
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
+    from pipeline.data.events import EvaluationEvent
     from stages.model.load import Tokenizer
     from stages.prompts.formatter import Prompt
+    from stages.prompts.sources import PromptSplit
     from stages.rollout.evaluate import Evaluator
     from stages.trajectories.trajectory import Trajectories
 
@@ -46,6 +51,7 @@ ENDINGS = {  # by the name of an Ending
     "truncated": "the turn was cut at rollout.max_tokens",
     "timeout": "environment.trajectory_timeout is over",
 }
+EVALUATED = ("count", "reward_mean", "functions", "failed", "absent", "reason", "tokens", "seconds")
 Record = dict[str, Any]
 Show = Callable[[Record], None]
 
@@ -85,13 +91,23 @@ def env_try(
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Take the likeliest tokens, as evaluations do.")
     ] = False,
+    held_out: Annotated[
+        int,
+        typer.Option(
+            "--held-out",
+            min=0,
+            metavar="N",
+            help="Evaluate the model on the first N held-out prompts instead, as a run does.",
+        ),
+    ] = 0,
     set_: SetOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a line of JSON for each part of the trajectory.")
     ] = False,
 ) -> None:
     """Play one trajectory, and print its tokens turn by turn: those that are trained, and pale those
-    that are not. A plain environment is called in this process, where a debugger works."""
+    that are not; or evaluate a model on held-out prompts. A plain environment is called in this
+    process, where a debugger works."""
     from pipeline.problems import ProblemError
     from stages.environments.interface import EnvironmentFailed
     from stages.rewards.registry import RewardError
@@ -99,7 +115,9 @@ def env_try(
     show = print_json if as_json else _show
     try:
         recipe = _recipe(use, model, row, set_)
-        asyncio.run(_play(recipe, prompt, row, greedy, show))
+        if held_out and not recipe.prompts.held_out:
+            refuse("--held-out: the recipe holds nothing out; add --set prompts.held_out=0.1")
+        asyncio.run(_play(recipe, prompt, row, greedy, held_out, show))
     except EnvironmentFailed as failed:
         place = f" ({failed.place})" if failed.place else ""
         refuse(f"the environment failed: {failed}{place}", FAILED)
@@ -132,7 +150,9 @@ def _recipe(use: str, model: str, row: str, set_: list[str] | None) -> Recipe:
     return recipe
 
 
-async def _play(recipe: Recipe, number: int, row: str, greedy: bool, show: Show) -> None:
+async def _play(
+    recipe: Recipe, number: int, row: str, greedy: bool, held_out: int, show: Show
+) -> None:
     from orchestration.environments.trajectories import make_caller, make_trajectories
     from orchestration.recipe.flow import trajectory_reads
     from orchestration.recipe.models import tokenizer_of
@@ -140,25 +160,42 @@ async def _play(recipe: Recipe, number: int, row: str, greedy: bool, show: Show)
     from orchestration.workers.engines import rollout_engine, sampling_of
     from stages.environments.interface import Declarations
     from stages.rollout.evaluate import Evaluator
+    from stages.trajectories.evaluate import PlayingEvaluator
 
     tokenizer = tokenizer_of(recipe)
     async with AsyncExitStack() as resources:
         folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="asyncdock-try-"))
         log = Path(folder) / "environments.log"
-        caller = make_caller(recipe, 1, log, inline=not recipe.environment.sandbox)
+        places = recipe.rollout.max_rows if held_out else 1
+        caller = make_caller(recipe, places, log, inline=not recipe.environment.sandbox)
         resources.push_async_callback(caller.end)
         declared = Declarations(await caller.declare())
         trajectories = make_trajectories(recipe, tokenizer, caller, declared)
         params = trajectories.sampling(sampling_of(recipe, tokenizer))
-        if greedy:
-            params = params.greedy()
-        prompt = _prompt(recipe, tokenizer, trajectories, number, row)
         rewards = reward_set(recipe, end_tokens=params.stop_token_ids)
         engine = rollout_engine(recipe, version=0)
         resources.push_async_callback(engine.close)
         reads = trajectory_reads(recipe)
-        evaluator = Evaluator(engine, params, rewards, tokenizer, [prompt], 1, reads=reads)
-        async for record in _records(evaluator, trajectories, number):
+        if held_out:
+            evaluator = PlayingEvaluator(
+                engine,
+                params,
+                rewards,
+                tokenizer,
+                _held_out_prompts(recipe, tokenizer, trajectories, held_out),
+                recipe.evaluate.samples,
+                rows=places,
+                reads=reads,
+                is_sampled=recipe.evaluate.sampling == "rollout" and not greedy,
+                trajectories=trajectories,
+            )
+            show(_evaluation(await evaluator.run(engine.version), recipe.model.source))
+            return
+        if greedy:
+            params = params.greedy()
+        prompt = _prompt(recipe, tokenizer, trajectories, number, row)
+        player = Evaluator(engine, params, rewards, tokenizer, [prompt], 1, reads=reads)
+        async for record in _records(player, trajectories, number):
             show(record)
 
 
@@ -168,19 +205,43 @@ def _prompt(
     """Return the prompt of ``row``, JSON, or else the recipe's prompt ``number``."""
     from orchestration.recipe.sizes.planner import prompt_limits
     from stages.prompts.formatter import PromptFormatter
-    from stages.prompts.sources import load_prompts
 
-    limits = prompt_limits(recipe)
-    opens = trajectories.dialogues
     if not row:
-        prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=limits, opens=opens)
-        return prompts.train.prompt(number)
+        return _prompts(recipe, tokenizer, trajectories).train.prompt(number)
     try:
         columns = dict(json.loads(row))
     except (TypeError, ValueError) as error:
         refuse(f"--row: {row!r} is no JSON object ({error})")
     part = next(iter(recipe.prompts.parts().values()))
-    return PromptFormatter(part, tokenizer, limits, opens).prompt(columns, "--row")
+    formatter = PromptFormatter(part, tokenizer, prompt_limits(recipe), trajectories.dialogues)
+    return formatter.prompt(columns, "--row")
+
+
+def _prompts(recipe: Recipe, tokenizer: Tokenizer, trajectories: Trajectories) -> PromptSplit:
+    from orchestration.recipe.sizes.planner import prompt_limits
+    from stages.prompts.sources import load_prompts
+
+    limits = prompt_limits(recipe)
+    opens = trajectories.dialogues
+    return load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=limits, opens=opens)
+
+
+def _held_out_prompts(
+    recipe: Recipe, tokenizer: Tokenizer, trajectories: Trajectories, count: int
+) -> list[Prompt]:
+    """Return the first ``count`` that the run's evaluations answer."""
+    from stages.rollout.evaluate import distinct_prompts
+
+    source = _prompts(recipe, tokenizer, trajectories).held_out
+    assert source is not None, "prompts.held_out is above 0"
+    return distinct_prompts(source, count, by_row=True)
+
+
+def _evaluation(event: EvaluationEvent, model: str) -> Record:
+    """Return the facts of ``event`` that do not depend on a run."""
+    facts = {name: fact for name in EVALUATED if (fact := getattr(event, name)) not in ("", {})}
+    samples = [asdict(answer) for answer in event.samples]
+    return {"kind": "evaluation", "model": model, **facts, "samples": samples}
 
 
 async def _records(
@@ -274,7 +335,7 @@ def _show(record: Record) -> None:
     facts = [record["kind"]]
     for name, fact in record.items():
         match name:
-            case "kind" | "token_ids" | "pieces" | "logprobs" | "text":
+            case "kind" | "token_ids" | "pieces" | "logprobs" | "text" | "samples":
                 continue
             case "trained":
                 facts.append("trained" if fact else "masked")
@@ -293,6 +354,10 @@ def _show(record: Record) -> None:
     if record.get("text"):
         style = "green" if record["trained"] else "dim"
         screen.print(Text(indent(record["text"], "  "), style=style, overflow="fold"))
+    for answer in record.get("samples", ()):
+        answered = f"{answer['prompt']} · reward {_number(answer['reward'])}"
+        screen.print(Text(indent(answered, "  "), style="bold", overflow="fold"))
+        screen.print(Text(indent(answer["response"], "    "), style="green", overflow="fold"))
 
 
 def _number(value: Any) -> str:

@@ -20,7 +20,10 @@ from typer.testing import CliRunner
 from api.cli import main as cli
 from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.loading.load import load_recipe
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from tests.api.served import SECONDS, environment
+from tests.orchestration.runs import complete
 
 runner = CliRunner()
 GAMES = "tests.stages.trajectories.games"
@@ -96,6 +99,30 @@ def test_a_recipe_lends_its_prompts_to_another_environment() -> None:
     )
 
 
+async def test_a_checkpoint_is_evaluated_as_the_run_has_evaluated_its_version(
+    tmp_path: Path,
+) -> None:
+    overrides = (
+        *("prompts.held_out=0.7", "environment.use='tests.orchestration.run.games:Near'"),
+        *("evaluate.sampling='rollout'", "evaluate.samples=7"),
+    )
+    training = ("evaluate.every=2", "evaluate.prompts=7", "train.steps=2", "launch.launcher=inline")
+    run = Execution(RunFolder.create(load_recipe(RECIPE, [*overrides, *training]), tmp_path))
+    watched, result = await complete(run)
+    assert result.checkpoint is not None
+    options = [part for override in overrides for part in ("--set", override)]
+    evaluate = ("guess", *options, "--model", str(result.checkpoint.model), "--held-out", "7")
+    [evaluation] = await asyncio.to_thread(records, *evaluate)
+    event = watched.of("evaluation")[-1]
+    assert event["version"] == 2
+    for name in ("count", "reward_mean", "samples", "tokens"):
+        assert evaluation[name] == event[name], name
+    assert evaluation["model"] == str(result.checkpoint.model)
+    _, out, _ = await asyncio.to_thread(env_try, *evaluate)
+    assert out.startswith("evaluation · model ")
+    assert out.count("    environment: ") == str(event["samples"]).count("environment: ")
+
+
 @pytest.mark.parametrize("sandbox", ["false", "true"])
 def test_what_fails_is_shown_with_its_line(sandbox: str) -> None:
     row = '{"prompt": "1+2=", "fails": true}'
@@ -114,6 +141,7 @@ def test_what_fails_is_shown_with_its_line(sandbox: str) -> None:
     [
         (("my_env:Sums",), "give --model, and the row by --row"),
         (("my_env:Sums", "--model", "tiny", *ROW), "my_env:Sums: 1 problem\n  environment.use = "),
+        (("guess", "--held-out", "3"), "holds nothing out; add --set prompts.held_out=0.1"),
         (("guess", "--row", "[1]"), "--row: '[1]' is no JSON object ("),
         (("guess", "--row", '{"answer": 3}'), "--row has no column 'prompt'"),
         (("tiny",), "tiny.toml has none to be tried; give a class or a program"),
