@@ -51,6 +51,9 @@ START_SECONDS = 120.0  # to import the classes; to declare them
 # in which a process reports that a call took too long, before it is ended
 GRACE_SECONDS = 5.0
 END_SECONDS = 5.0  # in which environments are closed, at the end
+# what a sandbox allows besides for each of its trajectories
+TRAJECTORY_PROCESSES = 2  # its thread, which counts as one, and a process that it starts
+TRAJECTORY_FILES = 8
 NO_REPLY = "the environment made its process send what is no reply"
 REPLY = TypeAdapter(Reply)
 PROBLEMS = TypeAdapter(list[Problem])
@@ -231,10 +234,12 @@ class EnvironmentPool(EnvironmentCaller):
 
     async def _found_sandbox(self) -> Sandbox:
         assert self._setup.sandbox is not None
-        # threads, one of each trajectory, count as processes
-        processes = self._setup.sandbox.processes + self._concurrency
+        limits = self._setup.sandbox
         sandbox = dataclasses.replace(
-            self._setup.sandbox, processes=processes, memory=self._setup.memory
+            limits,
+            processes=limits.processes + TRAJECTORY_PROCESSES * self._concurrency,
+            files=limits.files + TRAJECTORY_FILES * self._concurrency,
+            memory=self._setup.memory,
         )
         names = [*self._names.values()]
         try:

@@ -105,6 +105,9 @@ class Faulty:
             case "start and hang":
                 self._do("start", file)
                 time.sleep(1e6)
+            case "occupy":
+                self.child = subprocess.Popen(["sleep", "1000"])
+                self.files = [os.open(os.devnull, os.O_RDONLY) for _ in range(6)]
             case "read":
                 return Path(file).read_text()
             case "write":

@@ -402,6 +402,15 @@ async def test_a_sandbox_keeps_files_secrets_and_processes_of_others(
     assert (tmp_path / "private").read_text() == "private"
 
 
+async def test_each_trajectory_in_a_sandbox_may_have_files_and_a_process(tmp_path: Path) -> None:
+    if reason := refusal(NAMESPACES):
+        pytest.skip(reason)
+    keys = [f"{number}" for number in range(120)]
+    async with pool_of(tmp_path, sandbox=Sandbox(), concurrency=len(keys)) as pool:
+        await opened(pool, *keys, does="occupy")
+        assert all(pool.knows(key) for key in keys)
+
+
 async def test_a_machine_without_a_sandbox_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
