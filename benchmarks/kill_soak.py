@@ -198,9 +198,10 @@ def check_metrics(out: Path, steps: int, bound: int) -> None:
     if max(step["staleness_max"] for step in made) > bound:
         raise Broken(f"{out}: a sample past the bound {bound}")
     ledger = [event.data for event in events if event.kind == "ledger"][-1]
-    for unit in ("", "_tokens"):
+    for unit in ("", "_tokens", "_turns"):
         ways = ("trained", "filtered", "remade", "in_flight")
-        if ledger[f"generated{unit}"] != sum(ledger[f"{way}{unit}"] for way in ways):
+        # an event leaves out what is 0
+        if ledger.get(f"generated{unit}", 0) != sum(ledger.get(f"{way}{unit}", 0) for way in ways):
             raise Broken(f"{out}: the ledger does not add up: {ledger}")
     if ledger["trained"] != steps * GROUPS * SIZE:
         raise Broken(f"{out}: the ledger counts {ledger}")

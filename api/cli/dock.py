@@ -176,9 +176,10 @@ def status_view(found: Mapping[str, Any]) -> RenderableType:
         leases.add_row(
             lease["lease"], lease["stage"], lease["worker"], str(lease["rows"]), age, expires_in
         )
-    counts = table("ledger", "samples", "tokens")
+    units = ("", "_tokens", "_turns") if ledger["generated_turns"] else ("", "_tokens")
+    counts = table("ledger", *(unit.removeprefix("_") or "samples" for unit in units))
     for name in ("generated", "trained", "filtered", "remade", "in_flight"):
-        counts.add_row(name.replace("_", " "), str(ledger[name]), str(ledger[f"{name}_tokens"]))
+        counts.add_row(name.replace("_", " "), *(str(ledger[name + unit]) for unit in units))
     for reason, groups in ledger["dropped"].items():
         counts.add_row(
             f"dropped: {reason}", f"{groups} groups", str(ledger["dropped_tokens"][reason])

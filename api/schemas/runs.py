@@ -262,7 +262,8 @@ class StagesView(BaseModel):
 
     stages: list[Stage]
     ledger: dict[str, int] = Field(
-        description="Samples and tokens: generated = trained + filtered + remade + in flight."
+        description="Samples, tokens and turns of trajectories: generated = trained + filtered + "
+        "remade + in flight."
     )
     warehouses: list[Warehouse]
     hosts: list[Host] = Field([], description="Of runs with workers on other machines.")

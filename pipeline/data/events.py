@@ -217,8 +217,8 @@ class EvaluationEvent(EventData, kind="evaluation"):
 
 
 class LedgerEvent(EventData, kind="ledger"):
-    """Samples and tokens since the run's beginning: generated = trained + filtered + remade + in
-    flight."""
+    """Samples and tokens since the run's beginning, and turns of trajectories: generated = trained +
+    filtered + remade + in flight."""
 
     generated: int
     trained: int
@@ -231,6 +231,11 @@ class LedgerEvent(EventData, kind="ledger"):
     filtered_tokens: int
     remade_tokens: int
     in_flight_tokens: int
+    generated_turns: int = 0
+    trained_turns: int = 0
+    filtered_turns: int = 0
+    remade_turns: int = 0
+    in_flight_turns: int = 0
     skipped_steps: Annotated[
         int, Doc("Steps that were skipped; their samples count as trained.")
     ] = 0

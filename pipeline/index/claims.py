@@ -224,15 +224,18 @@ class Claims(Calls):
         rows: Sequence[int],
         made: bytes | None = None,
         owner: str = "",
+        turns: bytes | None = None,
     ) -> None:
         """Add ``stored`` columns to ``rows`` (ascending ranges, see :func:`ranges`) and end their
         lease, in one step.
 
         ``made``: (oldest version, tokens) of each row, packed by :func:`pack_made`, from a stage
-        that generates. Raises LeaseLost, and writes nothing, when the token no longer holds one of
+        that generates; ``turns``: as many of each as it has, uint32 [B] as bytes, where the rows
+        are trajectories. Raises LeaseLost, and writes nothing, when the token no longer holds one of
         the rows."""
         lease = {"stage": stage, "token": token, "owner": owner}
-        await self.call("commit", **stored._asdict(), **lease, rows=rows, made=made)
+        output = {"rows": rows, "made": made, "turns": turns}
+        await self.call("commit", **stored._asdict(), **lease, **output)
 
     async def park(
         self,

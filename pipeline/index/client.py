@@ -137,7 +137,7 @@ class RunConfig:
         all_stages = [*stages.values()]
         for packed in all_stages:
             packed["reads"] = [0, *_producers_before(packed["needs"], all_stages)]
-        row_fields = ["s", "f", "g", *(f"b{producer}" for producer in range(producers))]
+        row_fields = ["s", "f", "g", "turns", *(f"b{producer}" for producer in range(producers))]
         derived = {
             "producers": producers,
             "row_fields": row_fields,
@@ -363,8 +363,8 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         return await self.call("stats")  # type: ignore[no-any-return]
 
     async def ledger(self) -> dict[str, int]:
-        """Return the samples and tokens generated, trained, filtered, made again, in flight and
-        redelivered."""
+        """Return the samples, tokens and turns generated, trained, filtered, made again and in
+        flight, and the samples redelivered."""
         return await self.call("ledger")  # type: ignore[no-any-return]
 
     async def resume_point(self) -> ResumePoint:

@@ -264,20 +264,22 @@ class Dock:
         rows: Rows | None,
         *,
         generated: Sequence[tuple[int, int]] | None = None,
+        turns: Sequence[int] | None = None,
     ) -> None:
         """Write ``rows`` (the outputs of the claim's rows at ``positions``) and release their
         leases in one step.
 
         ``generated`` gives (oldest policy version, tokens) of each row when this stage makes the
-        responses. Raises LeaseLost, and writes nothing, when another worker holds any of the rows
-        by now."""
+        responses, and ``turns`` how many turns each has where they are trajectories. Raises
+        LeaseLost, and writes nothing, when another worker holds any of the rows by now."""
         if not len(positions):
             return
         held, order = ranges(claim.row[np.asarray(positions)])
         made = pack_made(generated, order) if generated is not None else None
+        turns_made = np.array(turns, "<u4")[order].tobytes() if turns is not None else None
         await self.writer.store(
             lambda stored: self.index.commit(
-                stored, claim.stage, claim.token, held, made, claim.owner
+                stored, claim.stage, claim.token, held, made, claim.owner, turns_made
             ),
             rows,
             order,

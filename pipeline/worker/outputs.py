@@ -42,14 +42,18 @@ class Output(ABC):
 @dataclass(frozen=True, kw_only=True)
 class Written(Output):
     """``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version,
-    tokens) of each row where the stage makes responses."""
+    tokens) of each row where the stage makes responses, and ``turns`` how many turns each has where
+    they are trajectories."""
 
     rows: Rows | None = None
     generated: Sequence[tuple[int, int]] | None = None
+    turns: Sequence[int] | None = None
 
     async def commit(self, dock: Dock, claim: Claim) -> None:
         if self.positions:
-            await dock.commit(claim, self.positions, self.rows, generated=self.generated)
+            await dock.commit(
+                claim, self.positions, self.rows, generated=self.generated, turns=self.turns
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,6 +202,7 @@ class Environments(Stage):
             [row.position for row in rows],
             rows=ended_columns(trajectories, [row.episode.reward for row in rows], endings),
             generated=generated,
+            turns=[len(each.turn_starts) for each in trajectories],
         )
 
 

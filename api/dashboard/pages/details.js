@@ -37,7 +37,8 @@ export class Workers {
     const entries = Object.entries(words).flatMap(([name, word]) => {
       const [rows, tokens] = [ledger[`${name}_samples`] ?? ledger[name], ledger[`${name}_tokens`]];
       if (rows === undefined) return [];
-      return element("div", {}, element("dt", {}, word), element("dd", {}, `${count(rows)} samples${tokens === undefined ? "" : `, ${count(tokens)} tokens`}`));
+      const turns = ledger.generated_turns ? `, ${count(ledger[`${name}_turns`] ?? 0)} turns` : "";
+      return element("div", {}, element("dt", {}, word), element("dd", {}, `${count(rows)} samples${tokens === undefined ? "" : `, ${count(tokens)} tokens`}${turns}`));
     });
     for (const worker of progress.workers.values()) {
       for (const [name, of] of Object.entries(worker.latest.calls ?? {})) {

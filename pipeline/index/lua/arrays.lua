@@ -27,6 +27,13 @@ local function write(run, field, width, from, bytes)
   end
 end
 
+-- The sum of the numbers (u32) that begin at byte `at` of entries i..j (from 0).
+local function sum_of(bytes, width, at, i, j)
+  local total = 0
+  for k = i, j do total = total + unpack_at('<I4', bytes, width * k + at) end
+  return total
+end
+
 -- Pairs of values as entries of format `unit`. One call for many values costs little more than a call for one.
 local function pack_pairs(unit, values)
   local out, n = {}, #values

@@ -23,6 +23,7 @@
 --   s:SEG             rows' state: columns u32, finished stages u16, condition u8 (0: no such row), 0
 --   f:SEG             rows' group u32, place in it u16, samples of the group u16
 --   g:SEG             rows' oldest version i32, tokens u32
+--   turns:SEG         generated rows' turns u32, in runs with environments
 --   b0:SEG b1:SEG …   where the columns lie that admission (0) or a producing stage wrote: block u32, slot u32, offset u48,
 --                     warehouse u16
 --   q:SEG             groups' first row u48, samples u16

@@ -558,8 +558,9 @@ define('park', function(run, a)
   return spare_room(run, a.worker, a.home, a.spare or 0, a.reserve or 0)
 end)
 
--- {stage, worker, home, token, owner?, block, close, mask, rows = {first, last, …}, refs, made?}: add the columns and end the
--- rows' lease. `refs` are the rows' places in the block; `made` (oldest version, tokens) is given by a stage that generates.
+-- {stage, worker, home, token, owner?, block, close, mask, rows = {first, last, …}, refs, made?, turns?}: add the columns and end the
+-- rows' lease. `refs` are the rows' places in the block; `made` (oldest version, tokens) is given by a stage that generates, and
+-- `turns` by one whose rows are trajectories.
 define('commit', function(run, a)
   local cfg, offers, freed = config(run), {}, {}
   local stage = stage_of(cfg, a.stage)
@@ -581,10 +582,12 @@ define('commit', function(run, a)
   end
   if a.made then
     check_width('made', a.made, 8, total)
-    local tokens = 0
-    for i = 0, total - 1 do tokens = tokens + unpack_at('<I4', a.made, 8 * i + 5) end
     count(run, 'generated', total)
-    count(run, 'generated_tokens', tokens)
+    count(run, 'generated_tokens', sum_of(a.made, 8, 5, 0, total - 1))
+    if a.turns then
+      check_width('turns', a.turns, 4, total)
+      count(run, 'generated_turns', sum_of(a.turns, 4, 1, 0, total - 1))
+    end
   end
   local at = 0
   for r, parts in ipairs(ranges) do
@@ -601,6 +604,7 @@ define('commit', function(run, a)
     end
     if a.mask ~= 0 then write(run, 'b' .. stage.producer, 16, from, sub(a.refs, 16 * at + 1, 16 * (at + n))) end
     if a.made then write(run, 'g', 8, from, sub(a.made, 8 * at + 1, 8 * (at + n))) end
+    if a.made and a.turns then write(run, 'turns', 4, from, sub(a.turns, 4 * at + 1, 4 * (at + n))) end
     if a.mask ~= 0 then
       for _, part in ipairs(parts) do offer(run, cfg, part[1], part[2], part[3], bor(part[3], a.mask), offers) end
     end

@@ -69,6 +69,22 @@ local function rows_in(run, groups)
   return rows
 end
 
+-- → samples of these ranges of rows that are generated and not trained, their tokens and turns
+local function generated_in(run, rows)
+  local samples, tokens, turns, has_turns = 0, 0, 0, value(run, 'generated_turns') > 0
+  for i = 1, #rows, 2 do
+    local from, to = rows[i], rows[i + 1]
+    local made, turns_made = read(run, 'g', 8, from, to), has_turns and read(run, 'turns', 4, from, to)
+    stretches(read(run, 's', 8, from, to), function(entry, x, y)
+      local _, _, state = unpack_at('<I4I2I1', entry)
+      if state ~= GENERATED then return end  -- a prompt without a response was never counted
+      samples, tokens = samples + y - x + 1, tokens + sum_of(made, 8, 5, x, y)
+      if has_turns then turns = turns + sum_of(turns_made, 4, 1, x, y) end
+    end)
+  end
+  return samples, tokens, turns
+end
+
 -- Collects the stages that can now claim rows from..to, which had the columns `before` and now have `after`: `offers` maps a
 -- stage to ranges of rows or groups.
 local function offer(run, cfg, from, to, before, after, offers)

@@ -107,21 +107,11 @@ define('queue', function(run, a)
   return { ready = value(run, 'ready:' .. stage.name), leased = leased, parked = value(run, 'parked:' .. stage.name) }
 end)
 
--- Generated samples and tokens that are neither trained nor removed: counted row by row over the open groups, not derived from
--- the other counters; and those that an ended run has left.
+-- Generated samples, tokens and turns that are neither trained nor removed: counted row by row over the open groups, not derived
+-- from the other counters; and those that an ended run has left.
 local function in_flight(run)
-  local samples, tokens = value(run, 'left'), value(run, 'left_tokens')
-  local rows = rows_in(run, members(run .. 'open'))
-  for i = 1, #rows, 2 do
-    local numbers = read(run, 'g', 8, rows[i], rows[i + 1])
-    stretches(read(run, 's', 8, rows[i], rows[i + 1]), function(entry, x, y)
-      local _, _, state = unpack_at('<I4I2I1', entry)
-      if state ~= GENERATED then return end
-      samples = samples + y - x + 1
-      for j = x, y do tokens = tokens + unpack_at('<I4', numbers, 8 * j + 5) end
-    end)
-  end
-  return samples, tokens
+  local samples, tokens, turns = generated_in(run, rows_in(run, members(run .. 'open')))
+  return value(run, 'left') + samples, value(run, 'left_tokens') + tokens, value(run, 'left_turns') + turns
 end
 
 -- → groups and tokens that were dropped, each {reason → number}
@@ -137,16 +127,17 @@ local function dropped(run)
 end
 
 local function ledger(run)
-  local rows_in_flight, tokens_in_flight = in_flight(run)
-  return {
-    generated = value(run, 'generated'), generated_tokens = value(run, 'generated_tokens'),
-    trained = value(run, 'trained_rows'), trained_tokens = value(run, 'trained_rows_tokens'),
-    filtered = value(run, 'filtered_rows'), filtered_tokens = value(run, 'filtered_rows_tokens'),
-    remade = value(run, 'remade_rows'), remade_tokens = value(run, 'remade_rows_tokens'),
-    in_flight = rows_in_flight, in_flight_tokens = tokens_in_flight,
+  local samples, tokens, turns = in_flight(run)
+  local out = {
+    in_flight = samples, in_flight_tokens = tokens, in_flight_turns = turns,
     redelivered = value(run, 'redelivered'), skipped_steps = value(run, 'skipped_steps'),
     spared_groups = value(run, 'spared_groups'),
   }
+  for _, unit in ipairs({ '', '_tokens', '_turns' }) do
+    out['generated' .. unit] = value(run, 'generated' .. unit)
+    for _, way in ipairs({ 'trained', 'filtered', 'remade' }) do out[way .. unit] = value(run, way .. '_rows' .. unit) end
+  end
+  return out
 end
 
 define('ledger', function(run, a) return ledger(run) end, true)
@@ -160,8 +151,8 @@ end, true)
 
 -- The run has ended and its samples are about to be removed: from now on the counters alone hold its figures.
 define('retire', function(run, a)
-  local samples, tokens = in_flight(run)
-  call('HSET', run .. 'n', 'left', samples, 'left_tokens', tokens, 'live', 0)
+  local samples, tokens, turns = in_flight(run)
+  call('HSET', run .. 'n', 'left', samples, 'left_tokens', tokens, 'left_turns', turns, 'live', 0)
   call('DEL', run .. 'open')
   for _, stage in ipairs(config(run).stages) do
     call('HSET', run .. 'n', 'ready:' .. stage.name, 0, 'parked:' .. stage.name, 0)
@@ -178,7 +169,7 @@ define('resume_point', function(run, a)
     for group = first, last do remake[#remake + 1] = group end
   end
   local counters = { published = trained, trained = trained, admitted = value(run, 'admitted') }
-  for _, unit in ipairs({ '', '_tokens' }) do
+  for _, unit in ipairs({ '', '_tokens', '_turns' }) do
     local left = 0
     for _, name in ipairs({ 'trained_rows', 'filtered_rows', 'remade_rows' }) do
       counters[name .. unit] = value(run, name .. unit)

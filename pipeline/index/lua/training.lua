@@ -2,19 +2,10 @@
 
 -- Adds the generated rows of these ranges to the ledger as `name`; → their tokens. They no longer count as in flight.
 local function tally(run, rows, name)
-  local made, tokens = 0, 0
-  for i = 1, #rows, 2 do
-    local from, to = rows[i], rows[i + 1]
-    local numbers = read(run, 'g', 8, from, to)
-    stretches(read(run, 's', 8, from, to), function(entry, x, y)
-      local _, _, state = unpack_at('<I4I2I1', entry)
-      if state ~= GENERATED then return end  -- a prompt without a response was never counted
-      made = made + y - x + 1
-      for j = x, y do tokens = tokens + unpack_at('<I4', numbers, 8 * j + 5) end
-    end)
-  end
-  count(run, name, made)
+  local samples, tokens, turns = generated_in(run, rows)
+  count(run, name, samples)
   count(run, name .. '_tokens', tokens)
+  count(run, name .. '_turns', turns)
   return tokens
 end
 

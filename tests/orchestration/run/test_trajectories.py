@@ -162,6 +162,8 @@ async def test_another_rollout_worker_goes_on_with_the_trajectories_of_a_killed_
         result = await work
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
+    ledger = watched.of("ledger")[-1]
+    assert ledger["trained"] < ledger["trained_turns"] <= 3 * ledger["trained"]
     rollouts = {e["worker"] for e in watched.of("stage") if e["stage"] == "rollout" and e["tokens"]}
     assert rollouts == {"rollout-0", "rollout-1"}
     assert_nothing_left(watched.run)
@@ -178,8 +180,8 @@ async def test_groups_whose_environments_were_killed_are_replaced(tmp_path: Path
     groups = [group for step in watched.of("step") for group in step["groups"]]
     assert len(groups) == len(set(groups)) == 8 * 4
     last = watched.of("ledger")[-1]
-    for unit in ("", "_tokens"):
-        parts = (last[f"{part}{unit}"] for part in ("trained", "filtered", "in_flight"))
+    for unit in ("", "_tokens", "_turns"):
+        parts = (last.get(f"{part}{unit}", 0) for part in ("trained", "filtered", "in_flight"))
         assert last[f"generated{unit}"] == sum(parts)
     assert last["trained"] == 8 * 4 * 4
 

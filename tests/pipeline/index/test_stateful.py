@@ -104,6 +104,7 @@ class Row:
     oldest: int = -1
     response: list[int] = field(default_factory=list)
     tokens: int = 0  # of the response, that rollout has made
+    turns: int = 0  # as its commit has told them
     state: str = "live"
     progress: Block | None = None  # parked, and not committed: where it lies
     turn: str = ""  # the stage that it was parked for
@@ -149,6 +150,7 @@ class Flow:
         self.remake: list[int] = []
         self.ledger = {"generated": 0, "trained": 0, "filtered": 0}
         self.tokens = dict(self.ledger)
+        self.turns = dict(self.ledger)
         self.docks: dict[str, Dock] = {}
 
     async def enter(self, counters: dict[str, int]) -> None:
@@ -442,7 +444,8 @@ class Flow:
         made = None if generated is None else [*generated, generated[0]]
         with pytest.raises(WrittenTwice, match="given twice"):
             await dock.commit(lease.claim, [*positions, positions[0]], double, generated=made)
-        await dock.commit(lease.claim, positions, written, generated=generated)
+        turns = [self.rng.randint(0, 3) for _ in rows] if generated and self.makers[1:] else None
+        await dock.commit(lease.claim, positions, written, generated=generated, turns=turns)
         block = Block(pack(SCHEMA, written).nbytes, len(rows))
         self.blocks.add(block)
         for slot, row in enumerate(rows):
@@ -453,12 +456,17 @@ class Flow:
                 self.let_go(row)
                 row.oldest, row.tokens = generated[slot]
                 row.response = written["response"][slot].tolist()
+                row.turns = turns[slot] if turns else 0
                 row.state = "generated"
-                self.ledger["generated"] += 1
-                self.tokens["generated"] += row.tokens
+                self.count("generated", row)
             del lease.held[row.id]
         if not lease.held:
             self.leases.remove(lease)
+
+    def count(self, way: str, row: Row) -> None:
+        self.ledger[way] += 1
+        self.tokens[way] += row.tokens
+        self.turns[way] += row.turns
 
     def let_go(self, row: Row) -> None:
         """The progress that the row was parked with before has been used."""
@@ -551,8 +559,7 @@ class Flow:
             assert row.state == "generated", "trained twice, or never generated"
             row.state = "trained"
             row.done.add("update")
-            self.ledger["trained"] += 1
-            self.tokens["trained"] += row.tokens
+            self.count("trained", row)
         self.leases.remove(lease)
         replayed = await index.replay(self.trained - 1)
         assert {handle.row for handle in replayed.rows} == {row.id for row in rows}
@@ -587,8 +594,7 @@ class Flow:
         for row in (row for group in leaving for row in self.groups[group]):
             del lease.held[row.id]
             if row.state == "generated":
-                self.ledger["filtered"] += 1
-                self.tokens["filtered"] += row.tokens
+                self.count("filtered", row)
             row.state = "filtered"
         self.erase(leaving)
         self.filtered |= set(leaving)
@@ -657,7 +663,7 @@ class Flow:
         await self.leave()
         self.published = self.trained
         await self.enter(state.counters)
-        for kept in (self.ledger, self.tokens):
+        for kept in (self.ledger, self.tokens, self.turns):
             kept["generated"] = kept["trained"] + kept["filtered"]
 
     # ── what always holds ──
@@ -714,7 +720,8 @@ class Flow:
             if row.state == "generated"
         ]
         ledger = await self.docks["b"].index.ledger()
-        for unit, known in (("", self.ledger), ("_tokens", self.tokens)):
+        units = {"": self.ledger, "_tokens": self.tokens, "_turns": self.turns}
+        for unit, known in units.items():
             assert {name: ledger[name + unit] for name in known} == known
             assert (
                 known["generated"]
@@ -722,6 +729,7 @@ class Flow:
             )
         assert ledger["in_flight"] == len(flying)
         assert ledger["in_flight_tokens"] == sum(row.tokens for row in flying)
+        assert ledger["in_flight_turns"] == sum(row.turns for row in flying)
 
 
 MOVES = {

@@ -94,7 +94,9 @@ async def respond(dock: Dock, most: int) -> list[int]:
     prompts = (await dock.fetch(claim, ["prompt"]))["prompt"].unbind()
     assert [prompt.tolist() for prompt in prompts] == [[100 * g, g] for g in claim.group.tolist()]
     rows = [torch.tensor([row.group, row.place, 7]) for row in claim.rows]
-    await dock.commit(claim, range(len(claim)), {"response": rows}, generated=[(0, 3)] * len(claim))
+    made = [(0, 3)] * len(claim)
+    turns = [4] * len(claim)
+    await dock.commit(claim, range(len(claim)), {"response": rows}, generated=made, turns=turns)
     return sorted(set(claim.group.tolist()))
 
 
@@ -298,6 +300,7 @@ async def test_a_lost_node_has_its_groups_made_again_and_the_ledger_shows_them(
     ledger = await cluster.index.ledger()
     assert (ledger["generated"], ledger["remade"], ledger["in_flight"]) == (6, 4, 2)
     assert (ledger["remade_tokens"], ledger["in_flight_tokens"]) == (12, 6)
+    assert (ledger["remade_turns"], ledger["in_flight_turns"]) == (16, 8)
     status = await cluster.index.status()
     assert sorted(status.remake) == [0, 2]
     with pytest.raises(StaleHandle, match="was released"):
