@@ -389,6 +389,8 @@ class MockTrainEngine:
             for n, by in wanted.items()
         }
         train_batch = TrainBatch(batch, algorithm, computed=scores)
+        if not train_batch.is_trained.any():
+            raise FloatingPointError("loss is not defined: loss_mask leaves no token of the batch")
         tokens = _tokens(batch, train_batch)
         with torch.no_grad():
             output = algorithm.loss(tokens)

@@ -55,6 +55,20 @@ class TrainEngineContract:
         assert metrics["learning_rate"] > 0
         engine.close()
 
+    def test_a_batch_without_a_token_to_train_on_is_refused_and_changes_nothing(self) -> None:
+        """Such as one whose trajectories all failed before their first turns."""
+        engine = self.make(0)
+        before = {name: value.clone() for name, value in weights_of(engine).items()}
+        rows = [
+            {**row, "loss_mask": torch.zeros(row["response_ids"].shape, dtype=torch.bool)}
+            for row in unstack(make_batch())
+        ]
+        with pytest.raises(FloatingPointError, match="loss_mask leaves no token of the batch"):
+            engine.train_batch(stack(rows), GRPO())
+        after = weights_of(engine)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        engine.close()
+
     def test_the_gap_to_the_rollout_engine_is_told(self) -> None:
         """Engines that compute: one whose steps cost time alone takes the recorded logprobs for its
         own."""
