@@ -102,6 +102,21 @@ async def forgets(row: dict[str, Any], client: Any, session: Any) -> float:
 forgets.replayable = True  # type: ignore[attr-defined]
 
 
+async def anew(row: dict[str, Any], client: Any, session: Any) -> float:
+    """The game, in which each request is one message with all hints: it goes on with no turn."""
+    game = Guess()
+    game.reset(row["answer"])
+    content = row["prompt"]
+    for _ in range(3):
+        messages = [{"role": "user", "content": content}]
+        completion = await client.chat.completions.create(model="policy", messages=messages)
+        hint, reward, done = game.step(completion.choices[0].message.content or "")
+        if done:
+            return reward
+        content += hint
+    return 0.0
+
+
 class Same(Guess):
     """Gives the same reward whatever is said."""
 

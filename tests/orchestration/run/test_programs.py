@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import string
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -95,6 +96,26 @@ async def test_with_bound_zero_branches_are_those_of_the_plain_loop_bit_for_bit(
     assert counts["branches"] > counts["ended_done"] / 2
     gaps = [step["gap_max"] for step in watched.of("step")]
     assert max(gaps) < 1e-4, "the trainer gives each token the context that it was generated in"
+
+
+@pytest.mark.parametrize(("program", "metrics"), [("chat", set()), ("anew", {"branches"})])
+async def test_a_program_that_goes_back_at_every_turn_is_an_alarm(
+    program: str, metrics: set[str], tmp_path: Path
+) -> None:
+    of = chat(
+        tmp_path,
+        environment__use=f"{GAMES}:{program}",
+        environment__max_tokens=40,
+        launch__launcher="inline",
+        rollout__stop=[*string.digits, *string.ascii_letters],  # no turn is cut
+    )
+    watched, result = await complete(run_of(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    alarms = watched.of("alarm")
+    assert {alarm["metric"] for alarm in alarms} - {"equal_groups"} == metrics
+    assert [alarm["value"] for alarm in alarms if alarm["metric"] == "branches"] == [1.0] * len(
+        metrics
+    )
 
 
 @pytest.mark.parametrize(
