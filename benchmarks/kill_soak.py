@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from pipeline.data.arena import SHARED_VARIABLE, shared_memory_directory
 
 MARK = "ASYNCDOCK_SOAK"  # in the environment of all processes of a run
 STEPS = 12
+STEPS_A_KILL = 8  # of a run that has all kills: more than are made between two
 GROUPS = 4
 SIZE = 4
 RECIPE = f"""
@@ -78,13 +79,16 @@ class Broken(AssertionError):
 
 @dataclass
 class Soak:
-    """Runs of ``recipe`` below ``home``, killed at moments that ``random`` chooses, ``most`` kills
-    each."""
+    """Runs of ``recipe`` with ``steps`` below ``home``, killed at moments that ``random`` chooses,
+    ``fewest`` to ``most`` kills each. ``only``: kinds of processes that are killed; empty: all."""
 
     home: Path
     random: random.Random
     supervisor: bool = False
     recipe: str = RECIPE
+    steps: int = STEPS
+    only: Collection[str] = ()
+    fewest: int = 2
     most: int = 8
     gap: float = 1.5  # seconds between kills, on average
     deadline: float = 240.0  # for one command
@@ -107,7 +111,7 @@ class Soak:
             "OMP_NUM_THREADS": "1",
         }
         command = ["run", str(recipe), "--plain", "--out", str(out)]
-        left = self.random.randint(2, self.most)
+        left = self.random.randint(self.fewest, self.most)
         log = self.home / f"run{number}.log"
         try:
             while True:
@@ -123,7 +127,7 @@ class Soak:
                     command = ["resume", str(out), "--plain"]
             if "Traceback" in log.read_text(errors="replace"):
                 raise Broken(f"run {number}: a traceback was shown\n{tail(log)}")
-            check_metrics(out, STEPS, 1)
+            check_metrics(out, self.steps, 1)
             wait_until_gone(mark)
             for folder in (memory, sockets):
                 if found := [path.name for path in folder.glob("asyncdock*")]:
@@ -178,6 +182,7 @@ class Soak:
                 child
                 for child in process.children(recursive=True)
                 if child.status() != psutil.STATUS_ZOMBIE
+                and (not self.only or kind(child) in self.only)
             ]
         except psutil.NoSuchProcess:
             return None
@@ -255,6 +260,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--agents", action="store_true", help="an environment answers; it is killed, too"
     )
     parser.add_argument(
+        "--one-run", action="store_true", help="all kills in one run, with two rollout workers"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="KIND", help='such as "worker rollout"'
+    )
+    parser.add_argument(
         "--seed", type=int, default=None, help="default: another one each time; it is printed"
     )
     options = parser.parse_args(arguments)
@@ -262,7 +273,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="adk-") as home:
         recipe = AGENTS if options.agents else RECIPE
-        soak = Soak(Path(home), random.Random(seed), options.supervisor, recipe)
+        soak = Soak(Path(home), random.Random(seed), options.supervisor, recipe, only=options.only)
+        if options.one_run:
+            soak.steps = STEPS_A_KILL * options.kills
+            soak.recipe = recipe.replace("[rollout]", "[rollout]\nworkers = 2").replace(
+                f"steps = {STEPS}", f"steps = {soak.steps}"
+            )
+            soak.fewest = soak.most = options.kills
+            soak.deadline = 60.0 + 10.0 * options.kills
         number = 0
         while soak.kills.total() < options.kills:
             number += 1
