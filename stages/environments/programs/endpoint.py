@@ -27,12 +27,14 @@ from stages.environments.programs.exchange import Exchange, SessionEnded
 from stages.environments.programs.messages import (
     RequestRefused,
     anthropic_error,
+    demands_call,
     openai_error,
 )
 from stages.environments.programs.outside import Offer, Offers
 
 LOOPBACK = "127.0.0.1"
 BODY_BYTES = 8 << 20
+IGNORED = "AsyncDock-Ignored"  # header of an answer: the field of its request that did nothing
 NO_SESSION = "the key is of no session that is open here"
 NO_LOOPBACK = (
     "a program needs 127.0.0.1, which this sandbox does not have; set environment.network = true"
@@ -134,9 +136,11 @@ class Endpoint:
                 return _json(413, form.error("invalid_request_error", message))
             except SessionEnded as ended:
                 return _json(410, form.error("invalid_request_error", str(ended)))
+            ignored = {IGNORED: "tool_choice"} if demands_call(body.get("tool_choice")) else {}
             if not body.get("stream"):
-                return _json(200, form.answer(body, turn))
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                return _json(200, form.answer(body, turn), ignored)
+            headers = {"Content-Type": "text/event-stream", **ignored}
+            response = web.StreamResponse(headers=headers)
             await response.prepare(http)
             for event in form.events(body, turn):
                 await response.write(event.encode())
@@ -216,5 +220,7 @@ def _object(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _json(status: int, body: Mapping[str, Any]) -> web.Response:
-    return web.json_response(body, status=status)
+def _json(
+    status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> web.Response:
+    return web.json_response(body, status=status, headers=headers)

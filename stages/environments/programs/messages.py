@@ -122,7 +122,14 @@ def written_arguments(call: Message) -> str:
 
 
 def dropped_tools(choice: Any, tools: Sequence[Tool]) -> Sequence[Tool]:
-    """Return ``tools``, or none where ``tool_choice`` forbids them. Others that it demands cannot be
-    enforced."""
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    return () if kind == "none" else tools
+    """Return ``tools``, or none where ``tool_choice`` forbids them."""
+    return () if _kind(choice) == "none" else tools
+
+
+def demands_call(choice: Any) -> bool:
+    """Return whether a ``tool_choice`` demands a call, which is not enforced in a session."""
+    return _kind(choice) not in (None, "auto", "none")
+
+
+def _kind(choice: Any) -> Any:
+    return choice.get("type") if isinstance(choice, Mapping) else choice

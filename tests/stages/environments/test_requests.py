@@ -3,6 +3,7 @@ by the field."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -105,6 +106,35 @@ async def test_a_broken_or_a_large_body_is_refused_and_nothing_waits(
             assert answer.status_code == status, answer.text
             assert answer.json()["error"]["message"]
         assert (await http.get(f"{url}/models")).json()["data"][0]["id"] == "policy"
+    await endpoint.end()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "demanded", "free"),
+    [
+        ("chat/completions", "required", "auto"),
+        ("chat/completions", {"type": "function", "function": {"name": "add"}}, "none"),
+        ("responses", {"type": "function", "name": "add"}, None),
+        ("messages", {"type": "any"}, {"type": "auto"}),
+    ],
+)
+async def test_an_answer_says_that_a_demanded_call_was_not_enforced(
+    path: str, demanded: Any, free: Any, stream: bool
+) -> None:
+    endpoint = Endpoint()
+    exchange = Exchange()
+    url = await endpoint.open(exchange)
+    messages = [{"role": "user", "content": "1 + 1?"}]
+    body = {"messages": messages, "input": messages, "stream": stream}
+    async with httpx.AsyncClient(headers={"x-api-key": exchange.key}, timeout=None) as http:
+        for choice, ignored in ((demanded, "tool_choice"), (free, None)):
+            asking = http.post(f"{url}/{path}", json={**body, "tool_choice": choice})
+            answer = asyncio.create_task(asking)
+            await exchange.next_request()
+            exchange.answer(TURN)
+            assert (await answer).status_code == 200
+            assert (await answer).headers.get("AsyncDock-Ignored") == ignored
     await endpoint.end()
 
 
