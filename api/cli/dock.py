@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from api.cli.common.options import JsonOption
@@ -224,36 +225,41 @@ def group_view(group: int, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _trajectory_view(segments: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return a line for each turn, its text coloured by policy version, and each observation, pale;
-    with the seconds in the engine, waiting and in the environment."""
-    view = table("", "tokens", "by", "reward", "engine", "waiting", "environment", "")
+    """Return of each turn and observation a line of facts, and its text below: a turn's coloured by
+    policy version, an observation's pale."""
+    parts: list[RenderableType] = []
     turns = 0
     for segment in segments:
         if segment.get("shares") is not None and segment["branch"]:
             shared = f"goes on behind {segment['shares']} tokens of the response"
-            view.add_row(f"branch {segment['branch']}", *[""] * 6, Text(shared, style="italic"))
-        if not segment["generated"]:
-            count = str(segment["tokens"])
-            view.add_row("observed", count, *[""] * 5, Text(segment["text"], style="dim"))
-            continue
-        turns += 1
+            parts.append(Text(f"branch {segment['branch']}: {shared}", style="italic"))
+        tokens = f"{segment['tokens']} token{'s' if segment['tokens'] != 1 else ''}"
         text = Text()
-        for version, _, piece in segment["pieces"]:
-            text.append(piece, style=COLOURS[version % len(COLOURS)])
-        versions = " ".join(f"v{version}" for version, _, _ in segment["pieces"])
-        times = [short_seconds(seconds) for seconds in segment["seconds"].values()]
-        view.add_row(
-            f"turn {turns}",
-            str(segment["tokens"]),
-            versions,
-            number(segment["reward"], "g"),
-            *(times or ["–"] * 3),
-            text,
-        )
-        for call in segment["calls"]:
+        if segment["generated"]:
+            turns += 1
+            parts.append(Text(f"turn {turns}: {tokens}{_facts(segment)}"))
+            for version, _, piece in segment["pieces"]:
+                text.append(piece, style=COLOURS[version % len(COLOURS)])
+        else:
+            parts.append(Text(f"observed: {tokens}"))
+            text.append(segment["text"], style="dim")
+        parts.append(_below(text))
+        for call in segment.get("calls", ()):
             arguments = json.dumps(call["arguments"], ensure_ascii=False)
-            view.add_row("call", *[""] * 6, Text(f"{call['name']}({arguments})", style="italic"))
-    return view
+            parts.append(_below(Text(f"call {call['name']}({arguments})", style="italic")))
+    return Group(*parts)
+
+
+def _facts(turn: Mapping[str, Any]) -> str:
+    """Return by which versions a turn was made, its reward and its seconds."""
+    versions = " ".join(f"v{version}" for version, _, _ in turn["pieces"])
+    times = [f"{name} {short_seconds(seconds)}" for name, seconds in turn["seconds"].items()]
+    facts = [f" by {versions}", f"reward {number(turn['reward'], 'g')}", *times]
+    return ", ".join(facts)
+
+
+def _below(text: Text) -> Padding:
+    return Padding(text, (0, 0, 0, 4))
 
 
 def _with_dock(

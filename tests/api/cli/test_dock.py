@@ -33,9 +33,9 @@ SCHEMA = Schema(
 STAGES = (StageSpec("score", "rows", SCHEMA.mask(["ids"]), SCHEMA.mask(["score"])),)
 
 
-def text_of(view: object) -> str:
+def text_of(view: object, width: int = 140) -> str:
     out = io.StringIO()
-    Console(width=140, file=out).print(view)
+    Console(width=width, file=out).print(view)
     return out.getvalue()
 
 
@@ -61,6 +61,9 @@ async def test_what_lies_where_is_shown(index: Index, tmp_path: Path) -> None:
         assert "score  rows   2 rows  1 rows" in shown
         assert "1.5 s  58.5 s" in shown
         assert "32 KiB  1 MiB  3%" in shown
+        assert "turns" not in shown, "of a run without environments"
+        ledger = {**status["ledger"], "generated_turns": 7, "in_flight_turns": 7}
+        assert "samples  tokens  turns" in text_of(status_view({**status, "ledger": ledger}))
         await dock.commit(claim, [0], {"score": torch.tensor([0.5])})
         onlooker = await Dock.attach(index.url, index.run)
         rows = await onlooker.inspect(0)
@@ -74,6 +77,31 @@ async def test_what_lies_where_is_shown(index: Index, tmp_path: Path) -> None:
     shown = text_of(group_view(0, rows))
     assert "group 0: 2 samples" in shown
     assert "22, 23, … 100 in all]" in shown
+
+
+def test_a_trajectory_has_the_width_of_the_terminal_for_its_texts() -> None:
+    call = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    turn = {
+        "generated": True,
+        "tokens": 41,
+        "text": "x" * 70,
+        "reward": 0.5,
+        "pieces": [(3, 40, "x" * 69), (4, 1, "x")],
+        "calls": [call],
+        "seconds": {"engine": 1.25, "waiting": None, "environment": 0.0042},
+    }
+    observed = {"generated": False, "tokens": 1, "text": "[3]", "reward": None}
+    branch = {**turn, "calls": [], "branch": 1, "shares": 9}
+    row = {"row": 0, "samples": 1, "state": "live", "tokens": 82, "done": [], "columns": {}}
+    row |= {"oldest_version": 3, "segments": [turn, observed, branch]}
+    lines = [line.rstrip() for line in text_of(group_view(0, [row]), 80).splitlines()]
+    facts = "41 tokens by v3 v4, reward 0.5, engine 1.25 s, waiting –, environment 4.2 ms"
+    at = next(at for at, line in enumerate(lines) if line.startswith("turn 1"))
+    assert " ".join(lines[at : at + 2]).startswith(f"turn 1: {facts}")
+    assert f"    {'x' * 70}" in lines
+    assert '    call add({"a": 1, "b": 2})' in lines
+    assert lines[lines.index("observed: 1 token") + 1] == "    [3]"
+    assert "branch 1: goes on behind 9 tokens of the response" in lines
 
 
 async def test_a_live_run_is_looked_into_by_its_folder(tmp_path: Path) -> None:
