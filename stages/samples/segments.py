@@ -30,6 +30,7 @@ Segment = tuple[int, int, bool]
 """A part of a response: its first token, the one after its last, and whether it was generated."""
 Pairs = Sequence[tuple[int, int]]
 """Policy versions and how many tokens each has made, in the response's order."""
+BEFORE = 64  # tokens before a turn, with the beginning of the assistant's message
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -57,7 +58,8 @@ def segments(versions: Pairs, turn_starts: Sequence[int] = ()) -> list[Segment]:
 def described(columns: Mapping[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the segments of the trajectory with these ``columns``, as lists: `generated`, `tokens`,
     `text`, `reward` (None: it has none), and of a turn `pieces` (policy version, tokens, text),
-    `calls` of tools that are JSON between <tool_call> and </tool_call>, and `seconds`, the TIMES
+    `calls` of tools (JSON between <tool_call> and </tool_call>, or in the form that the tokenizer's
+    response template has, whose arguments are text where it gives no types), and `seconds`, the TIMES
     (None: not known). Where there are several, its `branch`, from 0, and of a branch's first segment
     how many tokens of the others it `shares`."""
 
@@ -79,7 +81,7 @@ def described(columns: Mapping[str, Any], tokenizer: Tokenizer) -> list[dict[str
             segment |= {
                 "reward": _known(next(iter(columns[TURN_REWARD][turn:]), math.nan)),
                 "pieces": [*_pieces(ids, versions, begin, end, decode)],
-                "calls": _calls(text, turn),
+                "calls": _calls(text, turn) or _calls_by_template(ids, begin, end, tokenizer),
                 "seconds": {
                     name: _known(round(s, 6)) for name, s in zip(TIMES, seconds, strict=False)
                 },
@@ -119,6 +121,26 @@ def _calls(text: str, turn: int) -> list[dict[str, Any]]:
     from stages.environments.dialogue.turns import read_turn
 
     message = read_turn(text, False, turn, calls=True).message
+    return [call["function"] for call in message.get("tool_calls", ())]
+
+
+def _calls_by_template(
+    ids: Sequence[int], begin: int, end: int, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Return the tool calls of the turn ids[begin:end] that the model's own response template
+    reads."""
+    from stages.environments.dialogue.turns import with_calls
+
+    if getattr(tokenizer, "response_template", None) is None:
+        return []
+    end -= ids[end - 1] in tokenizer.all_special_ids
+    before = tokenizer.decode([*ids[max(0, begin - BEFORE) : begin]])
+    text = tokenizer.decode([*ids[begin:end]])
+    try:
+        calls = tokenizer.parse_response(text, prefix=before).get("tool_calls", [])
+    except Exception:  # what a policy writes is anything, and a template is a program
+        return []
+    message = with_calls({}, calls, False, 0).message
     return [call["function"] for call in message.get("tool_calls", ())]
 
 

@@ -9,6 +9,7 @@ from stages.flow.catalogue import OBSERVED
 from stages.samples.segments import described
 from stages.samples.trajectory_export import openenv_trace
 from stages.trajectories.progress import Progress, parked_columns
+from tests.stages.environments.test_turns import of_xml
 from tests.stages.prompts.test_conversations import small_bpe
 
 TEXTS = st.text("ab+é😀 ", min_size=1, max_size=6)
@@ -69,6 +70,25 @@ def test_calls_of_tools_stand_beside_the_turn_that_made_them() -> None:
         [],
     ]
     assert all(segment["reward"] is None for segment in segments)
+
+
+def test_calls_in_the_form_of_the_models_response_template_are_read_by_it() -> None:
+    tokenizer = of_xml()
+    call = "<tool_call><function=add><parameter=a>7</parameter></function></tool_call>"
+    progress = Progress()
+    for text in (f"Well.{call}<|im_end|>", call.replace("function", "functio"), "no call"):
+        progress.observe(tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False))
+        progress.begin_turn()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        progress.append(ids, [0.0] * len(ids), 0)
+    columns = {
+        name: column[0].tolist()
+        for name, column in parked_columns([progress]).items()
+        if name != "truncated"
+    }
+    turns = [segment for segment in described(columns, tokenizer) if segment["generated"]]
+    called = {"name": "add", "arguments": {"a": "7"}}
+    assert [turn["calls"] for turn in turns] == [[called], [], []]
 
 
 def test_the_parts_of_a_branch_say_what_it_goes_on_from_and_its_turns_have_its_path() -> None:
