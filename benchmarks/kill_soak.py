@@ -31,7 +31,7 @@ from pipeline.data.arena import SHARED_VARIABLE, shared_memory_directory
 
 MARK = "ASYNCDOCK_SOAK"  # in the environment of all processes of a run
 STEPS = 12
-STEPS_A_KILL = 8  # of a run that has all kills: more than are made between two
+STEPS_A_KILL = 1.5  # of a run that has all kills, so that it outlasts them
 GROUPS = 4
 SIZE = 4
 RECIPE = f"""
@@ -63,7 +63,9 @@ max_restarts = 1000
 
 
 AGENTS = (
-    RECIPE.replace('"repeat"', '"guess"').replace('"spelling"', '"environment"')
+    RECIPE.replace('"repeat"', '"guess"')
+    .replace('"spelling"', '"environment"')
+    .replace("max_tokens = 16\nmock = {", "max_tokens = 16\nmock = { median_tokens = 4,")
     + """
 [environment]
 use = "guess"
@@ -71,6 +73,15 @@ max_turns = 3
 on_error = "zero"
 """
 )
+
+
+def in_one_run(recipe: str, steps: int) -> str:
+    """Return the ``recipe`` with so many ``steps``, which last longer, and two rollout workers."""
+    return (
+        recipe.replace("[rollout]", "[rollout]\nworkers = 2")
+        .replace(f"steps = {STEPS}\n", f"steps = {steps}\n")
+        .replace("time_scale = 0.05 }\n[checkpoint]", "step_seconds = 0.75 }\n[checkpoint]")
+    )
 
 
 class Broken(AssertionError):
@@ -275,14 +286,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = AGENTS if options.agents else RECIPE
         soak = Soak(Path(home), random.Random(seed), options.supervisor, recipe, only=options.only)
         if options.one_run:
-            soak.steps = STEPS_A_KILL * options.kills
-            soak.recipe = recipe.replace("[rollout]", "[rollout]\nworkers = 2").replace(
-                f"steps = {STEPS}", f"steps = {soak.steps}"
-            )
+            soak.steps = int(STEPS_A_KILL * options.kills)
+            soak.recipe = in_one_run(recipe, soak.steps)
             soak.fewest = soak.most = options.kills
+            soak.gap = 1.0
             soak.deadline = 60.0 + 10.0 * options.kills
         number = 0
-        while soak.kills.total() < options.kills:
+        while soak.kills.total() < options.kills and not (options.one_run and number):
             number += 1
             try:
                 soak.run_once(number)
