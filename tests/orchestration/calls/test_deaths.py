@@ -270,7 +270,7 @@ async def test_a_model_whose_files_are_damaged_fails_all_calls_at_once_with_the_
     source = tmp_path / "model"
     tiny_model(0).save_pretrained(source)
     tiny_tokenizer().save_pretrained(source)
-    bases = describe_bases({"small": str(source)}, tmp_path)
+    bases = describe_bases([f"small={source}"], tmp_path, {})
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     data = tmp_path / "data"
