@@ -38,7 +38,7 @@ REST: dict[str, dict[str, Any]] = {
     "reward": {"functions": [{"name": "spelling"}]},
     "train": {"steps": 10},
 }
-ENVIRONMENTS = ("my_env.py", "my_game.py", "calculator.py")  # of pages
+ENVIRONMENTS = ("my_env.py", "my_game.py", "my_code.py", "calculator.py")  # of pages
 MODULES = {
     "my_rewards": "def brevity(completions, **columns):\n    return [1.0] * "
     "len(completions)\n\njudge = brevity\n",
@@ -71,16 +71,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "questions.jsonl").write_text(text)
     (directory / "words.txt").write_text("word\n")
     (directory / "conversations.jsonl").write_text(conversation)
-    (directory / "additions.jsonl").write_text(blocks(AGENTS, "json")[0])
+    for name, rows in zip(("additions", "numbers"), blocks(AGENTS, "json"), strict=True):
+        (directory / f"{name}.jsonl").write_text(rows)
     (directory / "sums.jsonl").write_text(blocks(ROOT / "docs" / "rewards.md", "json")[0])
     template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking "
         "%}<think>{% endif %}"
     )
     (directory / "chat.jinja").write_text(template)
-    rows = [{"prompt": "How high is it?", "answer": "4806"}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), directory / "questions.parquet")
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(
+    questions = [{"prompt": "How high is it?", "answer": "4806"}]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(questions), directory / "questions.parquet"
+    )
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(questions)}).save_to_disk(
         str(directory / "questions")
     )
     engines = next(
