@@ -193,7 +193,8 @@ class Claims(Calls):
             "patient": patient,
         }
         lessee = {"worker": worker, "home": home, "token": token, "owner": owner}
-        reply = await self._call_raw("claim", wait, stage=stage, **lessee, **limits)
+        waits = wait is not None
+        reply = await self._call_raw("claim", wait, stage=stage, waits=waits, **lessee, **limits)
         return Claim(stage, token, reply, owner) if "rows" in reply else Nothing.of(reply)
 
     async def lease(self, token: str, owner: str = "") -> tuple[Claim, int] | None:

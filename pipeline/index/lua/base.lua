@@ -51,6 +51,7 @@
 --   open:WORKER       blocks that the worker still writes to
 --   warehouses        number → {name, node, path, host, port, bytes, leaving, seen}   names   name → number
 --   bysize:W, byaddr:W   free extents of warehouse W: offset scored by size and by address (best fit, coalesced)
+--   forgotten         workers that were taken for dead and have not claimed since
 --   alive             worker → {ms of its last sign of life, its stages, its policy version, whether it is ready}
 --   state             the run's state, and the reason of it
 --   events            the run's events, a stream

@@ -143,6 +143,9 @@ define('hand_back', function(run, a)
   return true
 end)
 
+-- A claim that a worker has left to wait on the server is made there after it is taken for dead: for so long it gets nothing.
+local FORGOTTEN_SECONDS = 3600
+
 -- {worker, ended}: it is taken for dead. End its leases now. `ended`: its process writes no more for certain, so the blocks
 -- that it holds open are freed. Otherwise it may still write into them: they stay, until it closes them.
 define('forget_worker', function(run, a)
@@ -157,6 +160,8 @@ define('forget_worker', function(run, a)
     call('DEL', run .. 'open:' .. a.worker)
   end
   call('HDEL', run .. 'alive', a.worker)
+  call('SADD', run .. 'forgotten', a.worker)
+  call('EXPIRE', run .. 'forgotten', FORGOTTEN_SECONDS)
   wake_all(run, freed)
   return true
 end)
@@ -361,7 +366,7 @@ local function wait_for(run, stage, topic, due, t)
   return { wait = woken(run, topic), topic = topic, due = due and look_again(run, due) or false }
 end
 
--- {stage, worker, home, most, least, lease, version, patient, token, owner?} → {rows, fixed, made, refs}, or {wait, topic, due =
+-- {stage, worker, home, most, least, lease, version, patient, token, owner?, waits} → {rows, fixed, made, refs}, or {wait, topic, due =
 -- ms until the next lease or headstart ends, or sooner}; both where the rows were the last ones. `most` and `least` count rows or
 -- groups as the stage takes them; fewer than `least` are not given out. A stage that generates gives the policy version it has loaded, and gets no group that this
 -- version may not touch. Parked rows come first, each counted as its share of a group; `refs` also point to their progress.
@@ -369,6 +374,7 @@ define('claim', function(run, a)
   local cfg, t = config(run), now(run, a.lease)
   local stage = stage_of(cfg, a.stage)
   reap(run, cfg, stage, t)
+  if call('SREM', run .. 'forgotten', a.worker) == 1 and a.waits then return wait_for(run, stage, stage.name, 1, t) end
   local taken, n, home, due, parked, most = {}, 0, nil, nil, {}, a.most
   local several = stage.takes ~= 'batch' and value(run, 'warehouses') > 1
   local patient, topic = several and a.patient and a.home > 0, stage.name

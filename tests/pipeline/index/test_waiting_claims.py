@@ -107,6 +107,17 @@ async def test_a_wait_that_is_given_up_takes_no_rows(dock: Dock) -> None:
     assert (await dock.index.stats())["stages"]["read"]["leased"] == 0
 
 
+async def test_a_worker_that_is_taken_for_dead_while_it_waits_takes_no_rows(dock: Dock) -> None:
+    """Its next claim does, if it was only slow."""
+    waiting = asyncio.create_task(dock.claim_after(await nothing(dock), "read", 1, timeout=60))
+    await until_waiting(dock.index)
+    await dock.index.forget_worker("w", ended=False)
+    await put(dock, 1)
+    assert isinstance(await asyncio.wait_for(waiting, 10), Nothing)
+    assert (await dock.index.stats())["stages"]["read"]["leased"] == 0
+    assert isinstance(await dock.try_claim("read", 1), Claim)
+
+
 async def test_a_connection_that_is_cut_while_it_waits_costs_no_rows(dock: Dock) -> None:
     """Of all: the claim is made again, by a connection of its own, and takes each row once."""
     waiting = asyncio.create_task(dock.claim("read", 5, timeout=60))
