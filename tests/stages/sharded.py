@@ -610,7 +610,7 @@ def spoiled(engine: Any, at: int, what: str = "gradient") -> Iterator[None]:
 
     def spoiling_clip(*of: Any) -> float:
         if what == "gradient" and next(calls) == at:
-            owner = getattr(parallel, "sharded", engine.trained)
+            owner = parallel.sharded or engine.trained
             gradients = [
                 parameter.grad for parameter in owner.values() if parameter.grad is not None
             ]
