@@ -59,7 +59,7 @@ def offer(
         typer.Argument(
             metavar="RUN",
             callback=run_folder,
-            help="The folder of a run, whose newest checkpoint it is, or of a checkpoint.",
+            help="The folder of a checkpoint, or of a run: its newest checkpoint.",
         ),
     ],
     data: Annotated[

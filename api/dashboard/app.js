@@ -54,7 +54,7 @@ class App {
     }
     this.out.hidden = !this.service.token;
     if (!(await this.look())) return;
-    if (this.runsOf !== "nobody") this.runs.load();
+    if (this.runsOf !== "none") this.runs.load();
     this.go(false);
   }
 
@@ -73,7 +73,7 @@ class App {
   async go(moved) {
     const turn = (this.turn += 1);
     const [, what = "", id = ""] = location.hash.split("/");
-    if (!what && this.runsOf === "nobody") return location.replace("#/models");
+    if (!what && this.runsOf === "none") return location.replace("#/models");
     const run = what === "runs" ? decodeURIComponent(id) : "";
     this.put(null);
     this.runs.choose(run);

@@ -87,9 +87,9 @@ class Safe:
                     yield Segment("\n" * segment.text.count("\n"))
             else:
                 yield from spaces
-                kept = segment.text.rstrip(" ")
-                spaces = [Segment(segment.text[len(kept) :], segment.style)]
-                yield Segment(escaped(kept), segment.style)
+                text = segment.text.rstrip(" ")
+                spaces = [Segment(segment.text[len(text) :], segment.style)]
+                yield Segment(escaped(text), segment.style)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         from rich.measure import Measurement

@@ -24,6 +24,7 @@ from orchestration.calls.checkpoints import (
 )
 from orchestration.calls.interface import CheckpointInfo
 from orchestration.checkpoints.checkpoint import MODEL, open_checkpoint, whole
+from orchestration.recipe.loading.paths import name_of
 from pipeline.problems import Problem
 from stages.adapters.export import PREFIX, WEIGHTS
 from stages.adapters.options import ADAPTER
@@ -43,7 +44,7 @@ async def offer_checkpoint(source: Path, folder: Path, owner: str, base: str) ->
     """
     checkpoint = _newest(source)
     version = open_checkpoint(checkpoint).version
-    run = check_name((checkpoint.parent.parent.name or checkpoint.name).replace(" ", "-"))
+    run = check_name(name_of(checkpoint.parent.parent.name))
     name = check_name(checkpoint.name)
     part = ADAPTER if (checkpoint / ADAPTER).is_dir() else MODEL
     options = _options(checkpoint / ADAPTER) if part == ADAPTER else ModelOptions(rank=0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import shutil
 import uuid
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 
 from orchestration.checkpoints.recorded import SUMMARY
 from orchestration.history.events_file import METRICS, newest_event
+from orchestration.recipe.loading.paths import name_of
 from orchestration.run.folder import BEGUN_IN
 from orchestration.state.lock import RunLocked, lock_run
 from orchestration.state.paths import INDEX, RECIPE, WHERE
@@ -30,7 +30,6 @@ from pipeline.index.client import Index, Link
 from pipeline.index.embedded import EmbeddedIndex
 
 MOST_OPEN = 8  # indexes of runs that have ended
-NO_ID = re.compile(r"[^A-Za-z0-9_.-]+")
 BROKEN_OFF = "its command has ended before the run; `asyncdock resume {}` goes on with it"
 
 
@@ -74,7 +73,7 @@ class FolderRuns(Registry):
 
     async def get(self, run: str) -> RunRecord:
         """Return the record of ``run``. Raises UnknownRun."""
-        folder = self._by_id().get(run)
+        folder = (await asyncio.to_thread(self._by_id)).get(run)
         if folder is None:
             raise UnknownRun(run)
         async with self._opening:
@@ -87,7 +86,7 @@ class FolderRuns(Registry):
         self, *, state: str = "", name: str = "", owner: str = "", after: str = "", limit: int = 50
     ) -> Page:
         """Return runs, newest first, and the cursor of the next page ("": there is none)."""
-        records = [await self._record(run, folder) for run, folder in self._by_id().items()]
+        records = await self._all()
         wanted = [
             record
             for record in sorted(records, key=lambda record: record.created, reverse=True)
@@ -102,7 +101,7 @@ class FolderRuns(Registry):
 
     async def counts(self) -> dict[str, int]:
         """Return the number of ended runs by state."""
-        records = [await self._record(run, folder) for run, folder in self._by_id().items()]
+        records = await self._all()
         states = [record.state for record in records]
         return {"created": 0} | {state: states.count(state) for state in ENDED}
 
@@ -118,11 +117,16 @@ class FolderRuns(Registry):
         """Raise ReadOnly."""
         raise ReadOnly(run, "delete")
 
+    async def _all(self) -> Sequence[RunRecord]:
+        folders = await asyncio.to_thread(self._by_id)
+        async with self._opening:
+            return [await self._record(run, folder) for run, folder in folders.items()]
+
     def _by_id(self) -> dict[str, Path]:
         """Return the runs' folders by their ids."""
         ids = dict[str, Path]()
         for folder in dict.fromkeys(found for each in self._folders for found in _runs_in(each)):
-            run = NO_ID.sub("-", folder.name).lstrip("_.-") or "run"
+            run = name_of(folder.name)
             if run in ids:  # two folders of one name
                 run = f"{run}-{uuid.uuid5(uuid.NAMESPACE_URL, str(folder)).hex[:4]}"
             ids[run] = folder

@@ -24,9 +24,9 @@ def described_bases(models: Sequence[str], data: Path, **options: Any) -> list[S
     from orchestration.calls.bases import describe_bases
     from pipeline.problems import Fatal
 
-    given = {name: value for name, value in options.items() if value is not None}
+    set_options = {name: value for name, value in options.items() if value is not None}
     try:
-        return describe_bases(models, data, given)
+        return describe_bases(models, data, set_options)
     except (Fatal, ValueError) as error:
         refuse(f"tinker: {error}")
 

@@ -37,7 +37,7 @@ def login_link(server: str, code: str) -> str:
 
 
 def print_login_link(server: str, code: str) -> None:
-    """Print how a browser gets in at ``server``; ``code``: of a link ("": nobody signs in there).
+    """Print the link that signs a browser in at ``server``, with its ``code`` ("": print nothing).
 
     A log, which others may read, gets no code.
     """

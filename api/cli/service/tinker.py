@@ -89,7 +89,7 @@ def tinker_command(
             **parse_address(listen),
             data=data,
             runs=0,
-            runs_of="nobody",
+            runs_of="none",
             policies=0,
             rate=RATE,
             burst=2 * RATE,

@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-RunsOf = Literal["service", "folders", "nobody"]
+RunsOf = Literal["service", "folders", "none"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -27,7 +27,7 @@ class Settings(BaseModel):
     runs: int = Field(default=1, ge=0)
     """Runs that execute at once; 0: other agents execute them."""
     runs_of: RunsOf = "service"
-    """Whose runs it has: its own, which can be submitted; those of folders, which are shown; nobody's."""
+    """service: runs are submitted to it; folders: it shows runs of folders; none: it has no runs."""
     roots: tuple[Path, ...] = ()
     """Folders below which every path in a recipe must lie."""
     recipes: tuple[Path, ...] = ()

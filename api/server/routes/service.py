@@ -33,7 +33,7 @@ class ServerView(BaseModel):
 
     runs_of: RunsOf = Field(
         description="service: runs are submitted, and executed; folders: runs are shown, and none "
-        "can be changed; nobody: it has no runs."
+        "can be changed; none: it has no runs."
     )
     models: bool = Field(description="Whether it has models for the training loops of clients.")
 

@@ -57,8 +57,8 @@ class Ranks:
         """Start them. ``entry`` opens their parts with ``options``, ``rank`` and ``port``. They end
         with the thread that calls this."""
         for rank in range(1, self.world):
-            own = {"rank": rank, "port": self._rendezvous.address[1]}
-            settings = {"base": asdict(base), "entry": entry, "options": {**options, **own}}
+            of_rank = {"rank": rank, "port": self._rendezvous.address[1]}
+            settings = {"base": asdict(base), "entry": entry, "options": {**options, **of_rank}}
             launch = Launch(
                 "orchestration.calls.engines.process:main",
                 [json.dumps(settings)],

@@ -70,7 +70,7 @@ def read_recipe(
     TOML."""
     path = Path(path)
     data = extended(read_tables(path), path)
-    data.setdefault("name", name_of(path))
+    data.setdefault("name", name_of(path.stem))
     return data, _override_all(data, overrides)
 
 

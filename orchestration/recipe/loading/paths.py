@@ -43,13 +43,13 @@ def resolve_paths(tables: dict[str, Any], folder: Path) -> list[Problem]:
     return problems
 
 
-def name_of(file: Path) -> str:
-    """Return the name of a run by the recipe ``file``, which says none.
+def name_of(text: str) -> str:
+    """Return the name of a run by ``text``, the name of a file or folder.
 
-    >>> name_of(Path("Grün & gut.toml"))
+    >>> name_of("Grün & gut")
     'Grun-gut'
     """
-    letters = unicodedata.normalize("NFKD", file.stem).encode("ascii", "ignore").decode()
+    letters = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     allowed = "".join(letter if letter.isalnum() or letter in "._-" else " " for letter in letters)
     return "-".join(allowed.split()).lstrip("._-") or "recipe"
 

@@ -208,7 +208,7 @@ async def test_another_token_sees_none_of_it(
 async def test_a_server_that_executes_no_runs_shows_models_alone(
     browser: Browser, index_url: str, tmp_path: Path
 ) -> None:
-    async with training_calls(index_url, tmp_path, runs_of="nobody") as client:
+    async with training_calls(index_url, tmp_path, runs_of="none") as client:
         user = await User.of(client, "ann")
         refused = await problem(
             await user.ask("POST", "/v1/runs", json={"recipe_name": "mock"}), 403
