@@ -1,0 +1,1 @@
+"""Commands about what runs have made: their samples, comparisons, sweeps, exports."""
