@@ -221,8 +221,8 @@ def longest_trajectories(workload: Workload, recipe: Recipe, run: Path) -> list[
             tools = sum(tool_times(workload.tool_seconds, seed))
             tokens = sum(turn["tokens"] for turn in sample["segments"] if turn["generated"])
             seconds = tokens / workload.row_rate + tools
-            step = sample["step"]
-            longest[step] = max(longest[step], seconds)
+            at = sample["step"] - 1
+            longest[at] = max(longest[at], seconds)
     return longest
 
 

@@ -274,7 +274,7 @@ class Run:
             while True:
                 for event in await self.index.events(after, 2.0):
                     after = event.id
-                    if event.kind == "step" and event.data["step"] >= 3:
+                    if event.kind == "step" and event.data["step"] > 3:
                         return
                     if event.kind == "state" and event.data["state"] == "failed":
                         raise RuntimeError(f"the run failed: {event.data['reason']}")

@@ -82,7 +82,7 @@ def event(time: float, kind: str, data: dict[str, Any]) -> Event:
 
 
 def step_events(step: int, at: float, rollouts: int, draw: random.Random) -> Iterator[Event]:
-    """The events of step ``step``, which ends at the Unix time ``at``."""
+    """The events of the step after ``step`` others, which ends at the Unix time ``at``."""
     numbers = {f"metric_{number}": draw.random() for number in range(18)}
     counts = {f"tokens_{name}": 20_000 * step for name in ("generated", "trained", "filtered")}
     means = {
@@ -102,7 +102,7 @@ def step_events(step: int, at: float, rollouts: int, draw: random.Random) -> Ite
         at,
         "step",
         numbers
-        | {"step": step, "version": step + 1, "rows": 64, "groups": groups}
+        | {"step": step + 1, "version": step + 1, "rows": 64, "groups": groups}
         | counts
         | means
         | stale,

@@ -54,7 +54,7 @@ class Injection:
     name: str
     metric: str
     sets: tuple[str, ...]
-    steps: tuple[int, ...] = (SINCE - 1, SINCE, SINCE + 1)
+    steps: tuple[int, ...] = (SINCE, SINCE + 1, SINCE + 2)
     spoilt: faults.Fault = ""
 
 
@@ -78,9 +78,9 @@ INJECTIONS = (
         "the KV cache kept over a swap",
         "gap_mean_resumed",
         _engine("cache", *LONG, since=0),
-        (0, 1, 2),
+        (1, 2, 3),
     ),
-    Injection("another tokenizer", "tokenizer", _engine("tokenizer"), (-1,)),
+    Injection("another tokenizer", "tokenizer", _engine("tokenizer"), (0,)),
     Injection(
         "a reward that became constant",
         "equal_groups",

@@ -206,7 +206,7 @@ def check_metrics(out: Path, steps: int, bound: int) -> None:
     ledger is wrong."""
     events = list(read_metrics(out / METRICS))
     made = [event.data for event in events if event.kind == "step"]
-    if [step["step"] for step in made] != list(range(steps)):
+    if [step["step"] for step in made] != list(range(1, steps + 1)):
         raise Broken(f"{out}: steps {[step['step'] for step in made]}")
     groups = [sorted(step["groups"]) for step in made]
     if groups != [list(range(GROUPS * step, GROUPS * (step + 1))) for step in range(steps)]:

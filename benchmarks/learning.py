@@ -114,7 +114,7 @@ async def trial(
         )
     before = max((at for at, _, _ in events), default=0.0)
     began = None
-    events = [of for of in events if of[1] != "step" or of[2]["step"] < run.folder.begins]
+    events = [of for of in events if of[1] != "step" or of[2]["step"] <= run.folder.begins]
 
     async def follow() -> None:
         nonlocal began
@@ -142,7 +142,7 @@ async def trial(
     if result.state not in ("finished", "stopped"):
         raise RuntimeError(f"seed {seed}, staleness {staleness}: {result.state}: {result.reason}")
     steps = [(at, data) for at, kind, data in events if kind == "step"]
-    if [data["step"] for _, data in steps] != list(range(len(steps))):
+    if [data["step"] for _, data in steps] != list(range(1, len(steps) + 1)):
         raise RuntimeError(
             f"{folder.name}: a part of the run was killed, and its steps are not "
             f"known; remove {parts}"

@@ -213,7 +213,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 step + 1, {name: value.clone() for name, value in trainer.weights()}
             )
             yield SynchronousStep(
-                step,
+                step + 1,
                 batch,
                 dict(metrics) or {"loss": math.nan},
                 float(batch["reward"].double().mean()),

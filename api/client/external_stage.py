@@ -147,7 +147,7 @@ class ExternalStage:
 
         Returns the version to :meth:`publish`.
         """
-        return await self._run.train(_token(experience), experience.trained, metrics)
+        return await self._run.train(_token(experience), experience.trained + 1, metrics)
 
     async def renew(self, experience: Experience, lease: float | None = None) -> None:
         """Hold the lease for ``lease`` seconds from now. Raises LeaseLost."""
@@ -177,7 +177,7 @@ class ExternalStage:
         await self._run.notify(self.worker, version, exposed=exposed, hidden=hidden)
 
     async def publish(self, version: int, weights: Weights, *, covered: int = 0) -> None:
-        """Publish a trainer's weights. ``covered``: its own checkpoint covers the steps below."""
+        """Publish a trainer's weights. ``covered``: its own checkpoint has so many steps."""
         await self._run.publish(version, weights, covered=covered)
 
 

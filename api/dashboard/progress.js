@@ -191,7 +191,7 @@ export class Progress {
   }
 
   get done() {
-    return this.last ? this.last.step + 1 : (this.record.steps_done ?? 0);
+    return this.last ? this.last.step : (this.record.steps_done ?? 0);
   }
 
   get elapsed() {
@@ -223,7 +223,7 @@ export class Progress {
         const before = history[at - 1];
         return before && step.time > before.time ? Math.max(0, step[name] - before[name]) / (step.time - before.time) : null;
       });
-    return { step: history.map((step) => step.step + 1), get, speed };
+    return { step: history.map((step) => step.step), get, speed };
   }
 
   /** Whether others have reported since a worker should have. */
@@ -282,8 +282,8 @@ export class Progress {
         }
       }
     }
-    if (this.forecast?.reason) watch(`From step ${this.forecast.step + 1}: ${this.forecast.reason}.`);
-    for (const alarm of this.alarms.slice(-3).reverse()) watch(`Alarm at step ${alarm.step + 1}: ${alarm.reason}.`);
+    if (this.forecast?.reason) watch(`From step ${this.forecast.step}: ${this.forecast.reason}.`);
+    for (const alarm of this.alarms.slice(-3).reverse()) watch(`Alarm at step ${alarm.step}: ${alarm.reason}.`);
     if (this.restarts) watch(`${this.restarts} worker restart${this.restarts > 1 ? "s" : ""}.`);
     return findings.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
   }

@@ -88,7 +88,7 @@ Metric = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}$")]
 class PutExperience(Strict):
     """The JSON beside the columns.
 
-    ``rows``: ids that the lease holds. A trainer gives ``step`` (the ``trained`` of its claim) and
+    ``rows``: ids that the lease holds. A trainer gives ``step`` (1 more than the ``trained`` of its claim) and
     ``metrics`` instead.
     """
 
@@ -155,7 +155,7 @@ class WeightsView(BaseModel):
 
 
 class PublishQuery(Strict):
-    covered: Version = Field(0, description="The trainer's own checkpoint covers the steps below.")
+    covered: Version = Field(0, description="Steps that the trainer's own checkpoint has.")
 
 
 class Notify(Strict):

@@ -260,11 +260,11 @@ class Progress(RunTotals):
             case WorkerEvent(change="died" | "restarted"):
                 self._note(f"{data.worker} {data.change}")
             case AlarmEvent():
-                self._note(f"alarm at step {data.step + 1}: ", f"{data.reason}. {data.look}")
+                self._note(f"alarm at step {data.step}: ", f"{data.reason}. {data.look}")
             case ForecastEvent():
                 self.forecast = data
                 if data.reason:
-                    self._note(f"from step {data.step + 1}: ", data.reason)
+                    self._note(f"from step {data.step}: ", data.reason)
             case PromptEvent(change="too long"):
                 self._note("", data.reason)
         return data
@@ -275,7 +275,7 @@ class Progress(RunTotals):
     def _add_step(self, step: StepEvent) -> None:
         if self.last is not None and step.step <= self.last.step:  # it went on from a checkpoint
             self.curve.remove_from(step.step)
-            self.evaluated.remove_from(step.step + 1)
+            self.evaluated.remove_from(step.version)
         self.curve.add(StepPoint.of(step))
         self.last = step
 
@@ -309,7 +309,7 @@ class Progress(RunTotals):
 
     @property
     def steps_done(self) -> int:
-        return self.last.step + 1 if self.last else 0
+        return self.last.version if self.last else 0
 
     @property
     def elapsed(self) -> float:

@@ -106,9 +106,7 @@ class Points:
                     event, f"sync/{data['worker']}", of_one(data), step=int(data["version"])
                 )
             case "alarm":
-                yield from self._point(
-                    event, f"alarm/{data['metric']}", data, step=max(0, int(data["step"]))
-                )
+                yield from self._point(event, f"alarm/{data['metric']}", data)
 
     def _shares(self, event: Event) -> Iterator[Point]:
         for name, worker in self._totals.workers.items():

@@ -53,7 +53,7 @@ def plain_line(progress: Progress, event: Event) -> str:
             )
         case StepEvent(metrics=metrics):
             return (
-                f"step {data.step + 1}/{progress.steps}  reward "
+                f"step {data.step}/{progress.steps}  reward "
                 f"{number(data.reward_mean, '.3f')}"
                 f"{unscored(data.reward_failed, data.reward_absent)}  loss "
                 f"{number(data.loss, '.4f')}  kl {number(metrics.get('kl_behaviour'), '.2g')}  "
@@ -72,7 +72,7 @@ def plain_line(progress: Progress, event: Event) -> str:
                 f"prompts{without}{reason}"
             )
         case AlarmEvent():
-            return f"alarm at step {data.step + 1}: {data.reason}. {data.look}"
+            return f"alarm at step {data.step}: {data.reason}. {data.look}"
         case WorkerEvent(change="died" | "restarted"):
             reason = f": {data.reason}" if data.change == "died" and data.reason else ""
             return f"worker {data.worker} {data.change}{reason}"

@@ -261,7 +261,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         (
             "alarms",
             "; ".join(
-                f"step {alarm['step'] + 1}: {alarm['reason']}"
+                f"step {alarm['step']}: {alarm['reason']}"
                 for alarm in summary["alarms"][-MOST_ALARMS:]
             ),
         ),

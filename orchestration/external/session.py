@@ -346,9 +346,10 @@ class External(ExternalWeights):
     async def train(
         self, token: str, step: int, metrics: Mapping[str, float], *, owner: str = DIRECT
     ) -> int:
-        """End the train batch under ``token``: the trainer made its optimizer step.
+        """End the train batch under ``token``: the trainer made optimizer step ``step`` of it, the one
+        after the ``trained`` ones of its claim.
 
-        ``step``: the ``trained`` of its claim. ``metrics`` go into the step's event. Returns the
+        ``metrics`` go into the step's event. Returns the
         trainer's new version, to be published next. Raises LeaseLost, NotExternal, BoundBroken,
         IndexRefused.
         """
@@ -365,9 +366,9 @@ class External(ExternalWeights):
         ledger = await self.index.ledger()
         now = time.time()
         since = await STEPPED.get(self.index) or now
-        stale = (step - claim.oldest_version.astype(int)).tolist()
+        stale = (step - 1 - claim.oldest_version.astype(int)).tolist()
         event = step_event(step, claim, rewards, stale, metrics, ledger, (now - since, now - since))
-        version = await self.index.train(claim, step, event)
+        version = await self.index.train(claim, step - 1, event)
         self._times.put(claim, 0, int(claim.tokens.sum()))
         await STEPPED.put(self.index, now)
         await self.index.emit(await self.index.ledger_event())
@@ -377,7 +378,7 @@ class External(ExternalWeights):
         """Return the rows of a trained step that no checkpoint covers, without a lease, for an
         external trainer that lost its state. Raises NotExternal, StaleHandle."""
         self._check_external("update")
-        claim = await self.index.replay(step)
+        claim = await self.index.replay(step - 1)
         claim.stage = "update"
         state, reason, _ = await self.index.state()
         return await self._experience(

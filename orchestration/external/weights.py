@@ -108,7 +108,7 @@ class ExternalWeights:
         """Publish an external trainer's weights.
 
         ``version``: the one that :meth:`train` returned, or the one that the run begins with.
-        ``covered``: the trainer's own checkpoint covers the steps below; of the others at most
+        ``covered``: the trainer's own checkpoint has so many steps; of the others at most
         checkpoint.every are kept for :meth:`replay`. Raises NotExternal, Misfit.
         """
         wanted = await self.may_publish(version)

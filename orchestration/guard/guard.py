@@ -94,7 +94,7 @@ class Guard:
         self._alarmed: set[str] = set()  # metrics with an alarm that lasts
         self._gap_limit = options.gap_limit
         self._steps = 0
-        self._step = -1  # the newest one
+        self._step = 0  # the newest one
         # of each environment worker, the numbers of trajectories at the last judgement
         self._trajectories = dict[str, Mapping[str, float]]()
 
@@ -111,7 +111,7 @@ class Guard:
                 self._gap_limit = limit
                 alarms = list(
                     self._trends(
-                        event.version - 1,
+                        event.version,
                         {"probe_share": gap / limit},
                         f"probe_share/{event.worker}",
                     )
@@ -196,7 +196,7 @@ class Guard:
                 f"in all {groups} groups, where {usual:.0%} of them are usual; the mean "
                 f"reward is {_shown(reward)}"
             )
-        is_first = self._steps == WARM_UP - 1 and step < 2 * WARM_UP  # a few may have been skipped
+        is_first = self._steps == WARM_UP - 1 and step <= 2 * WARM_UP  # a few may have been skipped
         if (
             share == 1
             and is_first
@@ -288,6 +288,7 @@ class Guard:
             yield AlarmEvent(
                 metric=name,
                 step=step,
+                version=step,
                 value=value,
                 usual=usual,
                 limit=limit,

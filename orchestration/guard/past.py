@@ -42,7 +42,7 @@ class Past:
             return
         if event.kind == "step":
             if self._steps and event.data["step"] <= self._steps[-1]:
-                self._rewind(event.data["step"])
+                self._rewind(event.data["step"] - 1)
             self._steps.append(event.data["step"])
         self.events.append(event)
         while len(self._steps) > self._most and order(self.events[0].id) <= self._judged:
@@ -57,7 +57,7 @@ class Past:
     def _rewind(self, version: int) -> None:
         """Remove what was made after policy ``version``."""
         self.events = deque(event for event in self.events if not made_after(version, event))
-        self._steps = deque(step for step in self._steps if step < version)
+        self._steps = deque(step for step in self._steps if step <= version)
 
 
 def read_past(path: Path, steps: int) -> list[Event]:

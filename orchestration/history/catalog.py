@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CATALOG = "catalog.sqlite"
 WAIT_SECONDS = 10.0  # for another process that writes
-_VERSION = 1  # of the tables
+_VERSION = 2  # of the tables, and of what they say
 _TABLES = """
 CREATE TABLE IF NOT EXISTS parts (
   number INTEGER, part INTEGER, stamp TEXT, facts TEXT, lengths TEXT, PRIMARY KEY (number, part)

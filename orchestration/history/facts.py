@@ -13,6 +13,7 @@ from typing import Any
 from orchestration.history.lines import ID_OF_LINE, event_of
 from pipeline.data.events import Event, order
 
+VERSIONED = {"step", "evaluation", "sync", "checkpoint", "ledger", "turn", "alarm", "forecast"}
 KIND_OF_LINE = re.compile(rb'"kind": ?"([a-z]+)"')
 
 
@@ -21,16 +22,13 @@ class Facts:
     """Facts of some lines.
 
     ``made``: greatest version that an event reports and a rewind to before it removes;
-    ``evaluated``, ``checkpoint``: the newest versions of these; -1: none. Times in Unix seconds,
-    steps from 0.
+    ``evaluated``, ``checkpoint``: the newest versions of these; -1: none. Times in Unix seconds.
     """
 
     first_id: str = ""
     last_id: str = ""
     begins: float = 0.0
     ends: float = 0.0
-    first_step: int = -1
-    last_step: int = -1
     made: int = -1
     evaluated: int = -1
     checkpoint: int = -1
@@ -62,11 +60,7 @@ class Facts:
         self.ends = max(self.ends, event.time)
         self.made = max(self.made, version_of(event))
         version = _whole(event.data, "version")
-        if event.kind == "step":
-            step = _whole(event.data, "step")
-            self.first_step = min(step, self.first_step) if self.first_step >= 0 else step
-            self.last_step = max(step, self.last_step)
-        elif event.kind == "evaluation":
+        if event.kind == "evaluation":
             self.evaluated = max(self.evaluated, version)
         elif event.kind == "checkpoint":
             self.checkpoint = max(self.checkpoint, version)
@@ -88,14 +82,7 @@ class Facts:
 def version_of(event: Event) -> int:
     """Return the version to before which a rewind removes ``event``; -1: it stays in any case, as a
     ledger of an older program, which does not say its version."""
-    data: Mapping[str, Any] = event.data
-    if event.kind == "alarm":
-        return _whole(data, "step") + 1
-    if event.kind == "forecast":  # it is about the step that follows
-        return _whole(data, "step")
-    if event.kind in ("step", "evaluation", "sync", "checkpoint", "ledger", "turn"):
-        return _whole(data, "version")
-    return -1
+    return _whole(event.data, "version") if event.kind in VERSIONED else -1
 
 
 def _whole(data: Mapping[str, Any], name: str) -> int:

@@ -175,11 +175,13 @@ class RunTotals:
         for name in _PLAIN:
             setattr(totals, name, wire.get(name, getattr(totals, name)))
         for name, kind in _EVENTS.items():
-            setattr(totals, name, kind.of(wire[name]) if name in wire else None)
+            event = Event("", 0.0, kind.kind, wire[name]) if name in wire else None
+            setattr(totals, name, event and event.decoded())
         totals.names = set(wire["names"])
         totals.processes = {name: (change, pid) for name, (change, pid) in totals.processes.items()}
         totals.nodes = {name: (machine, host) for name, (machine, host) in totals.nodes.items()}
-        totals.alarms.extend((time, AlarmEvent.of(alarm)) for time, alarm in wire["alarms"])
+        for time, alarm in wire["alarms"]:
+            totals.alarms.append((time, AlarmEvent.of(Event("", time, "alarm", alarm).data)))
         for name, worker in wire["workers"].items():
             totals.workers[name] = WorkerTotals.of(worker)
         return totals

@@ -88,6 +88,7 @@ class LiveForecast:
         self.costs = costs
         return ForecastEvent(
             step=steps[-1].data["step"] + 1,
+            version=steps[-1].data["version"],
             step_seconds=self.last.step_seconds,
             tokens_per_second=self.last.tokens_per_second,
             generation=self.last.generation,

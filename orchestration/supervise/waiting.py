@@ -102,7 +102,7 @@ async def _of_step(
     index: Index, found: Missing, status: RunStatus, recipe: Recipe, chain: _Chain
 ) -> list[Wait]:
     """Return what the next step waits for."""
-    step = f"step {status.trained}"
+    step = f"step {status.trained + 1}"
     published = seconds(found.version_age)
     if (
         found.group is None

@@ -150,7 +150,14 @@ async def refuse_other_tokenizer(job: Job, engine: TokenizingEngine) -> None:
     worker = f"{job.kind}-{job.number}"
     count = float(len(differing))
     alarm = AlarmEvent(
-        metric=TOKENIZER, step=-1, value=count, limit=0.0, reason=reason, look=look, worker=worker
+        metric=TOKENIZER,
+        step=0,
+        version=0,
+        value=count,
+        limit=0.0,
+        reason=reason,
+        look=look,
+        worker=worker,
     )
     await job.index.emit(alarm)
     raise ValueError(f"{reason}. {look}")

@@ -124,8 +124,8 @@ class StepEvent(EventData, kind="step"):
     """An optimizer step was made. Further numbers are the algorithm's and the engine's own
     metrics."""
 
-    step: Annotated[int, Doc("From 0.")]
-    version: Annotated[int, Doc("Policy version that the step made.")]
+    step: Annotated[int, Doc("From 1.")]
+    version: Annotated[int, Doc("Policy version that the step made: its number.")]
     rows: Annotated[int, Doc("Samples trained.")]
     groups: Annotated[list[int], Doc("Numbers of their groups.")]
     loss: Number = None
@@ -422,7 +422,8 @@ class ForecastEvent(EventData, kind="forecast"):
     """What the next steps will take, by a simulation with the costs of the last ones; and the
     staleness bound that this asks for, where the run decides it."""
 
-    step: Annotated[int, Doc("From 0: the first one that it is about.")]
+    step: Annotated[int, Doc("The first one that it is about.")]
+    version: Annotated[int, Doc("Policy version that it begins with.")]
     step_seconds: Seconds
     tokens_per_second: Annotated[Number, Doc("Response tokens trained.")]
     generation: Annotated[
@@ -450,9 +451,8 @@ class AlarmEvent(EventData, kind="alarm"):
             "`failed_environments`, `branches`."
         ),
     ]
-    step: Annotated[
-        int, Doc("From 0; of a swap, the step that made its version. -1: before the first one.")
-    ]
+    step: Annotated[int, Doc("Of a swap, the one that made its version. 0: before the first one.")]
+    version: Annotated[int, Doc("Policy version that this step makes.")]
     value: Number
     usual: Annotated[Number, Doc("Median of the steps before.")] = None
     limit: Annotated[Number, Doc("That the value is past, where there is one.")] = None
@@ -469,17 +469,36 @@ _NESTED: dict[str, type[Payload]] = {"samples": Answer, "spans": Span}
 @dataclass(frozen=True)
 class Event:
     """One entry of a run's event stream: ``time`` in Unix seconds, ``data`` the payload as it was
-    sent."""
+    sent, with steps that count from 1."""
 
     id: str
     time: float
     kind: str
     data: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        if self.kind in ("step", "alarm", "forecast"):
+            object.__setattr__(self, "data", _counted_from_1(self.kind, self.data))
+
     def decoded(self) -> EventData | None:
         """Return the payload as a dataclass; None for a kind that this version does not know."""
         kind = EVENTS.get(self.kind)
         return None if kind is None else kind.of(self.data)
+
+
+def _counted_from_1(kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``data`` with its step counted from 1.
+
+    Before 0.2 steps were counted from 0: such a step is 1 less than its version, and such an alarm
+    or forecast has no version.
+    """
+    step = data.get("step")
+    version = data.get("version")
+    if not isinstance(step, int):
+        return data
+    if kind != "step" and version is None:
+        return {**data, "step": step + 1, "version": step + (kind == "alarm")}
+    return {**data, "step": version} if kind == "step" and version == step + 1 else data
 
 
 def next_id(last: str) -> str:

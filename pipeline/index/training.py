@@ -41,10 +41,10 @@ class SwapTurn:
 class Training(Calls):
     """Calls of the trainer and of the rollout engines about versions."""
 
-    async def train(self, claim: Claim, step: int, event: EventData | None = None) -> int:
-        """Record that the claim's rows made optimizer step ``step``; returns the trainer's new
-        version. ``event`` becomes a `step` event in the same atomic step, so that readers get each
-        step exactly once."""
+    async def train(self, claim: Claim, version: int, event: EventData | None = None) -> int:
+        """Record that an optimizer step was made of the claim's rows at ``version``; returns the
+        trainer's new version, which is the step's number. ``event`` becomes a `step` event in the
+        same atomic step, so that readers get each step exactly once."""
         rows, _ = ranges(claim.row)
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
         skipped = bool(getattr(event, "skipped", ""))
@@ -52,23 +52,23 @@ class Training(Calls):
             await self.call(
                 "train",
                 **lease,
-                step=step,
+                version=version,
                 rows=rows,
                 event=event and stamped(event),
                 skipped=skipped,
             )
         )
 
-    async def replay(self, step: int) -> Claim:
-        """Return the rows of a step that is not released yet, as a claim without lease.
+    async def replay(self, version: int) -> Claim:
+        """Return the rows of the step that was made at ``version`` as a claim without lease.
 
-        Raises StaleHandle for another step.
+        Raises StaleHandle where they are released.
         """
-        return Claim("", "", await self._call_raw("replay", step=step))
+        return Claim("", "", await self._call_raw("replay", version=version))
 
     async def release_steps(self, before: int) -> int:
-        """Release the rows of all steps below ``before``, which a checkpoint covers; returns how
-        many groups they were."""
+        """Release the rows of all steps that were made below version ``before``, which a
+        checkpoint covers; returns how many groups they were."""
         return int(await self.call("release_steps", before=before))
 
     async def publish_weights(self, version: int, record: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The dock: one run's index and warehouses as one thing to put samples into and take them out of.
 
     put / admit ─▶ … claim(stage) ─▶ fetch(claim, columns) ─▶ commit(claim, positions, columns) ─▶ …
-                       ▲                                   ├▶ train(claim, step) ─▶ release(before=step)
+                       ▲                                   ├▶ train(claim, version) ─▶ release(before=step)
                        └── begun(claim, columns) ◀─────────┴▶ park(claim, positions, columns so far)
 
 TensorDict at the borders. Every wait has a deadline. The parts: :mod:`writer`, and

@@ -86,13 +86,13 @@ class Dropped(Output):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(Output):
-    """All rows of the claim were trained in the optimizer step ``step``; ``event`` becomes its
+    """All rows of the claim were trained in an optimizer step at ``version``; ``event`` becomes its
     `step` event atomically."""
 
-    step: int
+    version: int
     event: EventData | None
 
     ends_lease = True
 
     async def commit(self, dock: Dock, claim: Claim) -> None:
-        await dock.index.train(claim, self.step, self.event)
+        await dock.index.train(claim, self.version, self.event)

@@ -31,7 +31,7 @@ class DropAlarm:
         for result in results:
             self._in_a_row = self._in_a_row + 1 if isinstance(result, Drop) else 0
             if isinstance(result, Drop) and self._in_a_row == self._most:
-                status = await self._index.status()
+                step = (await self._index.status()).trained + 1
                 count = float(self._most)
                 reason = (
                     f"{METRIC}: {self._most} groups in a row taught nothing, the last one because "
@@ -40,7 +40,8 @@ class DropAlarm:
                 await self._index.emit(
                     AlarmEvent(
                         metric=METRIC,
-                        step=status.trained,
+                        step=step,
+                        version=step,
                         value=count,
                         limit=count,
                         reason=reason,

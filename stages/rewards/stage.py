@@ -377,10 +377,16 @@ class MisfitAlarm:
     async def report(self, rewards: RewardSet) -> None:
         for name in [*rewards.misfits.keys() - self._reported]:
             self._reported.add(name)
-            step = (await self._index.status()).trained
+            step = (await self._index.status()).trained + 1
             reason = f"{METRIC}: {rewards.misfits[name]}"
             alarm = AlarmEvent(
-                metric=METRIC, step=step, value=1.0, reason=reason, look=LOOK, worker=self._worker
+                metric=METRIC,
+                step=step,
+                version=step,
+                value=1.0,
+                reason=reason,
+                look=LOOK,
+                worker=self._worker,
             )
             await self._index.emit(alarm)
 

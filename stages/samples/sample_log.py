@@ -115,14 +115,16 @@ class SampleLog:
         self._remove_oldest(sizes, room)
         return True
 
-    def rewind(self, step: int) -> None:
-        """Remove the samples of ``step`` and of later ones, which a run that goes on from there
-        makes again."""
+    def rewind(self, version: int) -> None:
+        """Remove the samples of steps after ``version``, which a run that goes on from there makes
+        again."""
         self._sizes = None
         for number in reversed(_files(self.folder)):
             path = _path(self.folder, number)
             lines = path.read_bytes().splitlines(keepends=True)
-            remaining = [line for line in lines if (_parsed(line) or {"step": -1})["step"] < step]
+            remaining = [
+                line for line in lines if (_parsed(line) or {"step": 0})["step"] <= version
+            ]
             if len(remaining) == len(lines):
                 return
             partial = path.with_suffix(".partial")
@@ -192,6 +194,9 @@ def _parsed(line: bytes) -> Sample | None:
         sample: Sample = json.loads(line)
     except ValueError:  # a kill cut it short
         return None
+    oldest = min((version for version, _ in sample.get("versions", ()) if version >= 0), default=-1)
+    if oldest >= 0 and sample["step"] == oldest + sample["staleness"]:
+        sample["step"] += 1  # of a version before 0.2, which counted from 0
     return sample
 
 

@@ -153,8 +153,8 @@ class Update(Stage):
                 )
             except StaleHandle as gone:
                 raise SamplesGone(str(gone)) from gone
-            log.info("step replayed", step=self.trained)
             self.trained += 1
+            log.info("step replayed", step=self.trained)
         was_damaged = await DAMAGED.get(self.dock.index, version=self.trained) is not None
         if status.published < self.trained or was_damaged or not await self._reachable():
             await self.publish()
@@ -171,7 +171,7 @@ class Update(Stage):
             stale = (self.trained - claim.oldest_version.astype(int)).tolist()
             if max(stale) > self.staleness or min(stale) < 0:
                 raise BoundBroken(
-                    f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is "
+                    f"step {self.trained + 1}: staleness {min(stale)}..{max(stale)}, the bound is "
                     f"{self.staleness}"
                 )
             metrics, reason, seconds, samples = await self._train_and_read(claim, stale)
@@ -186,12 +186,12 @@ class Update(Stage):
             spent = (now - self._since, seconds)
             scored = {name: rows[name] for name in REWARDS if name in rows}
             event = step_event(
-                self.trained, claim, scored, stale, metrics, ledger, spent, reason, forecast
+                self.trained + 1, claim, scored, stale, metrics, ledger, spent, reason, forecast
             )
             self._since = now
             yield Trained(
                 range(len(claim)),
-                step=self.trained,
+                version=self.trained,
                 event=event,
                 tokens=int(claim.tokens.sum()),
             )
@@ -215,7 +215,7 @@ class Update(Stage):
         began = time.monotonic()
         reading = None
         if self.recorder is not None:
-            reading = asyncio.create_task(self.recorder.read(self.trained, claim, stale))
+            reading = asyncio.create_task(self.recorder.read(self.trained + 1, claim, stale))
         try:
             metrics, reason = await self._train_or_skip(claim, stale)
             seconds = time.monotonic() - began
@@ -233,7 +233,7 @@ class Update(Stage):
         except FloatingPointError as refused:
             if self.skipped is None:
                 raise
-            await self.skipped.add(self.trained, claim, stale, str(refused))
+            await self.skipped.add(self.trained + 1, claim, stale, str(refused))
             return {}, str(refused)
         if self.skipped is not None:
             self.skipped.end_row()
@@ -446,7 +446,7 @@ def step_event(
     skipped: str = "",
     forecast: ForecastEvent | None = None,
 ) -> StepEvent:
-    """Return the event of a step on the rows of ``claim``. ``metrics`` are what the engine
+    """Return the event of step ``step``, from 1, on the rows of ``claim``. ``metrics`` are what the engine
     measured, ``ledger`` the counts before the step, ``seconds`` those since the last step and those
     of training. Of ``columns`` ``reward`` and ``scores`` are read, where the flow has them.
     ``skipped``: why no step was taken. ``forecast``: the newest `forecast` event."""
@@ -458,7 +458,7 @@ def step_event(
     measured = {name: float(value) for name, value in metrics.items()}
     return StepEvent(
         step=step,
-        version=step + 1,
+        version=step,
         rows=len(claim),
         groups=sorted(set(claim.group.tolist())),
         loss=measured.pop("loss", math.nan),

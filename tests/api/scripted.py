@@ -37,9 +37,9 @@ def event(time: float, kind: str, **data: Any) -> Event:
 
 
 def step(number: int, **changes: Any) -> Event:
-    """Step ``number`` takes 2 s, is rewarded number/10, and brings 500 tokens."""
+    """The step after ``number`` others takes 2 s, is rewarded number/10, and brings 500 tokens."""
     data = {
-        "step": number,
+        "step": number + 1,
         "version": number + 1,
         "reward_mean": number / 10,
         "reward_std": 0.1,

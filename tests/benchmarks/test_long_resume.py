@@ -26,7 +26,7 @@ def test_the_resumed_run_goes_on_after_the_steps_that_its_file_has(tmp_path: Pat
         for event in read_metrics(tmp_path / "long" / METRICS)
         if event.kind == "step"
     ]
-    assert made[: steps + 1] == list(range(steps + 1)), (
+    assert made[: steps + 1] == list(range(1, steps + 2)), (
         "the steps of the file, and the first one after the resume"
     )
     assert "a run resumed after 100 steps" in table(figures, steps)

@@ -121,7 +121,7 @@ class Service:
 
     async def steps(self, run: str, count: int) -> None:
         """Wait until so many steps of the run are reported."""
-        await self.wait_for_event(run, "step", lambda data: data["step"] >= count - 1)
+        await self.wait_for_event(run, "step", lambda data: data["step"] >= count)
 
     async def wait_for_event(
         self, run: str, kind: str, condition: Callable[[dict[str, Any]], bool]

@@ -258,8 +258,8 @@ class Train:
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         yield Trained(
             range(len(claim)),
-            step=self.steps,
-            event=AnyEvent(kind="step", data={"step": self.steps}),
+            version=self.steps,
+            event=AnyEvent(kind="step", data={"step": self.steps + 1}),
             tokens=len(claim.rows),
         )
         self.steps += 1
@@ -287,7 +287,7 @@ async def test_what_follows_a_step_may_outlast_its_lease(index: Index, tmp_path:
     await until(lambda: stage.ended == 2, "the next step follows")
     await finish(controller, running)
     reports = [event.data["step"] for event in await index.events() if event.kind == "step"]
-    assert reports == [0, 1]
+    assert reports == [1, 2]
     assert controller.rows == 4
 
 

@@ -180,7 +180,7 @@ async def test_a_run_records_what_it_was_trained_on(tmp_path: Path) -> None:
         for one in rows:
             assert one["prompt"]
             assert sum(tokens for _, tokens in one["versions"]) == one["tokens"]
-            assert one["staleness"] == step - min(version for version, _ in one["versions"])
+            assert one["staleness"] == step - 1 - min(version for version, _ in one["versions"])
             assert set(one["rewards"]) == {"spelling"}
 
 

@@ -102,7 +102,7 @@ export class Alarms {
     this.table.hidden = !alarms.length;
     this.body.replaceChildren(
       ...[...alarms].reverse().map((one) =>
-        element("tr", {}, element("th", { scope: "row" }, String(one.step + 1)), element("td", {}, element("code", {}, one.metric)), element("td", { class: "prose" }, one.reason), element("td", { class: "prose" }, one.look)),
+        element("tr", {}, element("th", { scope: "row" }, String(one.step)), element("td", {}, element("code", {}, one.metric)), element("td", { class: "prose" }, one.reason), element("td", { class: "prose" }, one.look)),
       ),
     );
   }

@@ -234,7 +234,7 @@ export class RunPage {
       const columns = progress.columns();
       for (const { chart, columns: of, alarms } of this.plots) {
         const marks = progress.alarms.filter((one) => alarms.has(one.metric));
-        chart.update(columns.step, of(columns), marks.map((one) => ({ step: one.step + 1, text: `Alarm at step ${one.step + 1}: ${one.reason}.` })));
+        chart.update(columns.step, of(columns), marks.map((one) => ({ step: one.step, text: `Alarm at step ${one.step}: ${one.reason}.` })));
       }
     }
     this.views[this.view][1].update?.(progress);

@@ -216,7 +216,7 @@ async def publish_weights(
     service: Service, request: web.Request, path: WeightsPath, query: PublishQuery
 ) -> WeightsView:
     """Publish the version that an external trainer's last step made, or the one that the run begins
-    with (0), as a safetensors file. `covered`: the trainer's own checkpoint covers the steps below;
+    with (0), as a safetensors file. `covered`: steps that the trainer's own checkpoint has;
     the run need not keep their rows."""
     async with service.external_sessions.run(path.run) as session:
         return await session.view(await session.publish(request, path.version, query.covered))

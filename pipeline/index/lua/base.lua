@@ -46,7 +46,7 @@
 --   leases            token → {stage, worker, row ranges, rows not committed, home, ms when it was claimed, owner}. A token is
 --                     128 random bits that the client made. A call with a token must name its owner: '' for the run's own workers
 --   due:STAGE         token → deadline in ms
---   steps             step → groups trained in it, until they are released
+--   steps             trainer's version → groups trained at it, until they are released
 --   blocks            block → {warehouse, offset, bytes, worker}   refs   block → rows that point to it, + 1 while it is open
 --   open:WORKER       blocks that the worker still writes to
 --   warehouses        number → {name, node, path, host, port, bytes, leaving, seen}   names   name → number

@@ -24,12 +24,14 @@ local function no_longer_spared(run, groups)
   return spared
 end
 
--- {stage, token, owner?, step, rows, event?, skipped?}: an optimizer step was made of these rows; the trainer is at version step + 1.
+-- {stage, token, owner?, version, rows, event?, skipped?}: an optimizer step was made of these rows at `version`; → the next one.
 define('train', function(run, a)
   local cfg = config(run)
   local stage = stage_of(cfg, a.stage)
   local trained = value(run, 'trained')
-  if a.step ~= trained then fail('BAD', 'step ' .. a.step .. ' is not next: the trainer is at version ' .. trained) end
+  if a.version ~= trained then
+    fail('BAD', 'step ' .. a.version + 1 .. ' is not next: the trainer is at version ' .. trained)
+  end
   local lease, total, ranges = held(run, stage, a.token, a.owner, a.rows)
   local groups = {}
   for r, parts in ipairs(ranges) do
@@ -61,33 +63,33 @@ define('train', function(run, a)
   end
   for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
   rate_groups(run, groups)
-  call('HSET', run .. 'steps', a.step, cmsgpack.pack(groups))
+  call('HSET', run .. 'steps', trained, cmsgpack.pack(groups))
   count(run, 'spared_groups', no_longer_spared(run, groups))
-  call('HSET', run .. 'n', 'trained', a.step + 1, 'dropped_before', value(run, 'filtered_groups'))
+  call('HSET', run .. 'n', 'trained', trained + 1, 'dropped_before', value(run, 'filtered_groups'))
   if a.skipped then count(run, 'skipped_steps', 1) end
   tell(run, 'step', a.event)
   settle(run, a.token, lease, total)
-  return a.step + 1
+  return trained + 1
 end)
 
--- {step} → the rows that it was made of, for a restarted trainer that replays it.
+-- {version} → the rows that a step was made of at it, for a restarted trainer that replays it.
 define('replay', function(run, a)
-  local packed = call('HGET', run .. 'steps', a.step)
+  local packed = call('HGET', run .. 'steps', a.version)
   if not packed then
-    fail('GONE', 'step ' .. a.step .. ' cannot be replayed: a checkpoint covers it, or its samples were lost with a '
+    fail('GONE', 'step ' .. a.version + 1 .. ' cannot be replayed: a checkpoint covers it, or its samples were lost with a '
       .. 'warehouse; resume from the checkpoint')
   end
   return describe(run, config(run), rows_in(run, cmsgpack.unpack(packed)))
 end, true)
 
--- {before}: a checkpoint covers the steps below `before`. Their rows are released; → how many groups they were.
+-- {before}: a checkpoint covers the steps that were made below version `before`. Their rows are released; → how many groups they were.
 define('release_steps', function(run, a)
   local cfg, freed, released = config(run), {}, 0
-  for _, step in ipairs(call('HKEYS', run .. 'steps')) do
-    if int(step) < a.before then
-      local groups = cmsgpack.unpack(call('HGET', run .. 'steps', step))
+  for _, version in ipairs(call('HKEYS', run .. 'steps')) do
+    if int(version) < a.before then
+      local groups = cmsgpack.unpack(call('HGET', run .. 'steps', version))
       erase_groups(run, cfg, groups, freed)
-      call('HDEL', run .. 'steps', step)
+      call('HDEL', run .. 'steps', version)
       released = released + size_of(groups)
     end
   end

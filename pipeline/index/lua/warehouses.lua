@@ -63,13 +63,13 @@ end
 -- and the ledger counts their generated samples as `remade`. Steps whose rows lay there can no longer be replayed.
 local function lose(run, a)
   local cfg, freed, lost, rows_lost = config(run), {}, {}, 0
-  for _, step in ipairs(call('HKEYS', run .. 'steps')) do
-    local groups = cmsgpack.unpack(call('HGET', run .. 'steps', step))
+  for _, version in ipairs(call('HKEYS', run .. 'steps')) do
+    local groups = cmsgpack.unpack(call('HGET', run .. 'steps', version))
     local rows, hit = rows_in(run, groups), false
     for i = 1, #rows, 2 do hit = hit or lies_on(run, cfg, a.warehouse, rows[i], rows[i + 1]) end
     if hit then
       erase_groups(run, cfg, groups, freed)
-      call('HDEL', run .. 'steps', step)
+      call('HDEL', run .. 'steps', version)
     end
   end
   for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do

@@ -101,7 +101,8 @@ async def raise_alarm(
         return
     alarm = AlarmEvent(
         metric=METRIC,
-        step=version - 1,
+        step=version,
+        version=version,
         value=failed.measured.mean,
         limit=failed.limits.mean,
         reason=f"{METRIC}: {failed}",

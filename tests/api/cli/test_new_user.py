@@ -135,7 +135,7 @@ def test_a_checkpoint_and_a_reward_of_ones_own_are_checked_run_interrupted_and_r
     output = resumed.communicate(timeout=200)[0]
     assert resumed.returncode == 0, output
     events = list(read_metrics(tmp_path / "run" / METRICS))
-    assert [event.data["step"] for event in events if event.kind == "step"] == list(range(14))
+    assert [event.data["step"] for event in events if event.kind == "step"] == list(range(1, 15))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["state"], summary["steps"]) == ("finished", 14)
     assert summary["tokens_generated"] == summary["tokens_trained"], (

@@ -125,7 +125,7 @@ def test_a_run_that_nobody_watches_goes_on_to_its_end(kind: str, view: str, tmp_
     assert newest.version == 4
     assert [
         event.data["step"] for event in read_metrics(run / METRICS) if event.kind == "step"
-    ] == [0, 1, 2, 3]
+    ] == [1, 2, 3, 4]
     log = run / "logs" / "run.log"
     said = (
         [json.loads(line)["event"] for line in log.read_text().splitlines()] if log.exists() else []

@@ -66,7 +66,7 @@ async def test_every_method_fits_the_service(client: Client) -> None:
     long = await client.submit(RECIPE, {"train.steps": 100_000}, key="every-method")
     assert (await client.submit(RECIPE, {"train.steps": 100_000}, key="every-method")).id == long.id
     steps = client.events(long.id, kinds=["step"])
-    assert (await anext(steps)).data["step"] == 0
+    assert (await anext(steps)).data["step"] == 1
     assert (await client.stages(long.id)).stages[0].name == "rollout"
     assert (await client.pause(long.id)).state == "paused"
     assert (await client.resume(long.id)).state == "running"
@@ -111,7 +111,7 @@ async def test_every_method_fits_the_service(client: Client) -> None:
     ended = await client.wait_until_ended(long.id)
     assert (ended.state, ended.steps_done) == ("finished", last)
     made = [event.data["step"] async for event in client.events(long.id, kinds=["step"])]
-    assert made == list(range(last))
+    assert made == list(range(1, last + 1))
     await client.delete(long.id)
     assert long.id not in [run.id async for run in client.runs()]
 
@@ -132,7 +132,7 @@ async def test_a_server_killed_and_started_again_costs_a_reader_nothing(
             seen: list[RunEvent] = []
             async for event in client.events(run.id):
                 seen.append(event)
-                if event.kind == "step" and event.data["step"] in (1, 5):
+                if event.kind == "step" and event.data["step"] in (2, 6):
                     made.kill()
                     await asyncio.to_thread(made.start)
             ended = await client.wait_until_ended(run.id)
@@ -150,7 +150,7 @@ async def test_a_server_killed_and_started_again_costs_a_reader_nothing(
         assert {event.kind for event in written if event.id not in ids} <= {"stage"}, (
             "the last ones, kept at the end"
         )
-        assert [event.data["step"] for event in seen if event.kind == "step"] == list(range(12))
+        assert [event.data["step"] for event in seen if event.kind == "step"] == list(range(1, 13))
     finally:
         await asyncio.to_thread(made.end)
 

@@ -142,7 +142,7 @@ def test_alarms_are_on_the_chart_where_they_happened_and_in_a_list(
     assert cells[:2] == ["8", "equal_groups"]
     assert "reward functions return" in cells[3]
     (alarm,) = served.get(f"v1/runs/{alarmed}/stages").body["alarms"]
-    assert (alarm["metric"], alarm["step"], alarm["value"]) == ("equal_groups", 7, 1.0)
+    assert (alarm["metric"], alarm["step"], alarm["value"]) == ("equal_groups", 8, 1.0)
 
 
 def test_trajectories_are_shown_in_their_tile_and_part_by_part(

@@ -74,7 +74,7 @@ async def assert_refused(run: Going, token: str, rows: list[int], headers: dict[
     for put in (
         put_body(token, rows, columns),
         put_body(token, rows, begun, park=True),
-        put_body(token, step=0),
+        put_body(token, step=1),
     ):
         await run.refused(
             status, "POST", "experience", data=put["data"], headers={**put["headers"], **headers}

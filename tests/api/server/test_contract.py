@@ -472,7 +472,7 @@ def _check_messages(
         fits(data, {"$ref": f"#/components/schemas/{name}"}, answer)
         assert getattr(models, name).from_dict(data).to_dict() == data
     steps = [data["step"] for _, event, data in found if event == "step"]
-    assert steps == list(range(len(steps)))
+    assert steps == list(range(1, len(steps) + 1))
     states = [data["state"] for _, event, data in found if event == "state"]
     assert states.index("paused") < len(states) - 1 - states[::-1].index("running")
     assert found[-1][1:] == ("end", {"state": "stopped", "reason": found[-1][2]["reason"]})

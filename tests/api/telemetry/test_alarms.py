@@ -18,7 +18,8 @@ from tests.api import scripted
 
 ALARM = {
     "metric": "ess",
-    "step": 3,
+    "step": 4,
+    "version": 4,
     "value": 0.04,
     "usual": 0.97,
     "limit": 0.1,
@@ -37,7 +38,7 @@ def test_an_alarm_is_a_line_a_message_and_a_row_of_the_summary() -> None:
     assert "alarm at step 4: ess: 0.04. There." in console.export_text()
     summary = summarize(progress, seconds=1.0, checkpoint=None)
     assert summary["alarms"] == [
-        {"step": 3, "metric": "ess", "reason": "ess: 0.04", "look": "There."}
+        {"step": 4, "metric": "ess", "reason": "ess: 0.04", "look": "There."}
     ]
     console.print(summary_table(summary))
     assert "step 4: ess: 0.04" in console.export_text()
@@ -64,7 +65,7 @@ def test_alarms_are_counted_by_metric_and_the_newest_are_kept() -> None:
 
 def test_trackers_get_the_value_at_its_step() -> None:
     (point,) = Points().of(scripted.event(20, "alarm", **ALARM))
-    assert point.step == 3
+    assert point.step == 4
     assert point.numbers == {
         "alarm/ess/value": 0.04,
         "alarm/ess/usual": 0.97,
@@ -75,7 +76,7 @@ def test_trackers_get_the_value_at_its_step() -> None:
 def test_a_resumed_run_forgets_the_alarms_of_the_steps_that_it_makes_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
-        for step in range(6):
-            file.event(scripted.event(step, "alarm", **ALARM | {"step": step}))
+        for step in range(1, 7):
+            file.event(scripted.event(step, "alarm", **ALARM | {"step": step, "version": step}))
         file.rewind(4)
-    assert [event.data["step"] for event in read_metrics(path)] == [0, 1, 2, 3]
+    assert [event.data["step"] for event in read_metrics(path)] == [1, 2, 3, 4]

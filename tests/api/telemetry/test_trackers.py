@@ -40,7 +40,7 @@ START = 1_700_000_000
 
 def step(number: int, **changes: Any) -> Event:
     data = {
-        "step": number,
+        "step": number + 1,
         "version": number + 1,
         "reward_mean": number / 4,
         "loss": 0.5,
@@ -101,7 +101,7 @@ def test_shares_of_a_worker_are_those_between_two_steps() -> None:
         if "stage/reward-0/busy_share" in point.numbers
     ]
     assert shares == [0.5, 1.0]
-    assert [point.step for point in found] == [1, 1, 2, 2]
+    assert [point.step for point in found] == [2, 2, 3, 3]
     assert "train/step" not in found[0].numbers
     found = list(points.of(step(3, loss=float("nan"))))
     assert found[0].numbers == {"train/reward_mean": 0.75}
@@ -122,14 +122,14 @@ async def test_tracking_goes_on_where_it_was(tmp_path: Path) -> None:
     events = lambda after: events_of_folder(folder, after)  # noqa: E731
     await track(events, "tracked", tmp_path / "into", lambda *_: kept, {})
     before = len(kept.points)
-    assert [p.step for p in kept.points if "train/loss" in p.numbers] == [0, 1, 2]
+    assert [p.step for p in kept.points if "train/loss" in p.numbers] == [1, 2, 3]
     with MetricsFile(folder / METRICS) as file:
         file.event(step(7))
     keys: list[str] = []
     await track(
         events, "tracked", tmp_path / "into", lambda *given: keys.append(given[-1]) or kept, {}
     )  # type: ignore[func-returns-value]
-    assert [point.step for point in kept.points[before:]] == [7]
+    assert [point.step for point in kept.points[before:]] == [8]
     assert keys == ["kept"]
     with pytest.raises(TrackError, match="has run 'tracked'"):
         await track(events, "another", tmp_path / "into", lambda *_: kept, {})
@@ -149,7 +149,7 @@ async def test_what_was_shown_before_a_failure_is_not_shown_again(tmp_path: Path
     with pytest.raises(ConnectionError):
         await track(broken, "tracked", tmp_path, lambda *_: kept, {})
     await track(broken, "tracked", tmp_path, lambda *_: kept, {})
-    assert [point.step for point in kept.points] == [0, 1, 2, 3, 4]
+    assert [point.step for point in kept.points] == [1, 2, 3, 4, 5]
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     found = EventAccumulator(str(folder / "tensorboard"))
     found.Reload()
     rewards = found.Scalars("train/reward_mean")
-    assert [(one.step, one.value) for one in rewards] == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [(one.step, one.value) for one in rewards] == [(1, 0.0), (2, 0.25), (3, 0.5), (4, 0.75)]
     assert [one.wall_time for one in rewards] == [START + number for number in range(4)]
     assert "stage/reward-0/busy_share" in found.Tags()["scalars"]
 
@@ -268,7 +268,7 @@ def test_mlflow_as_a_user_installs_it_has_every_parameter_and_point(tmp_path: Pa
     assert len(params["prompts.config.long"]) == 6000
     history = client.get_metric_history(run.info.run_id, "train/reward_mean")
     assert [(one.step, one.value, one.timestamp) for one in history] == [
-        (number, number / 4, (START + number) * 1000) for number in (0, 1, 2, 3, 7)
+        (number + 1, number / 4, (START + number) * 1000) for number in (0, 1, 2, 3, 7)
     ]
     assert run.info.artifact_uri.startswith((folder.resolve() / "mlflow").as_uri())
 
@@ -297,7 +297,7 @@ def test_wandb_as_a_user_installs_it_writes_a_run_offline(tmp_path: Path) -> Non
     rewards = [
         (row["step"], row["train/reward_mean"]) for row in history if "train/reward_mean" in row
     ]
-    assert rewards == [(number, number / 4) for number in range(4)]
+    assert rewards == [(number + 1, number / 4) for number in range(4)]
     assert config["pipeline"]["staleness"] == expected["pipeline"]["staleness"]
     assert config.keys() >= expected.keys()
 
@@ -429,14 +429,14 @@ async def test_ids_of_a_resumed_run_do_not_fall_and_its_steps_are_shown(tmp_path
         line["id"] = f"{milliseconds + 60_000}-{number}"
     (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     before = await shown(folder, tmp_path / "into")
-    assert [point.step for point in before if "train/loss" in point.numbers] == [0, 1]
+    assert [point.step for point in before if "train/loss" in point.numbers] == [1, 2]
     await watch_run(
         Execution(RunFolder.resume(folder, ["train.steps=4"])), screen, json=False, plain=True
     )
     ids = [order(json.loads(line)["id"]) for line in (folder / METRICS).read_text().splitlines()]
     assert ids == sorted(set(ids))
     after = await shown(folder, tmp_path / "into")
-    assert [point.step for point in after if "train/loss" in point.numbers] == [2, 3]
+    assert [point.step for point in after if "train/loss" in point.numbers] == [3, 4]
 
 
 # ── how a run ended ──

@@ -82,11 +82,11 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
 def test_a_resumed_run_is_reported_as_one(tmp_path: Path) -> None:
     everything = scripted.events()
     at = next(
-        i for i, event in enumerate(everything) if event.kind == "step" and event.data["step"] == 5
+        i for i, event in enumerate(everything) if event.kind == "step" and event.data["step"] == 6
     )
-    record(tmp_path, everything[:at])  # killed after step 4
+    record(tmp_path, everything[:at])  # killed after step 5
     record(
-        tmp_path, [event for event in everything if event.kind != "step" or event.data["step"] >= 3]
+        tmp_path, [event for event in everything if event.kind != "step" or event.data["step"] > 3]
     )  # from a checkpoint
     report = write_report(tmp_path, scripted.recipe(), seconds=9.0, checkpoint=None)
     assert report.summary["steps"] == scripted.STEPS

@@ -457,7 +457,7 @@ async def test_a_resumed_run_has_the_prompts_that_were_put(tmp_path: Path) -> No
         result = await work
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == list(
-        range(resumed.folder.start.version, 8)
+        range(resumed.folder.start.version + 1, 9)
     )
     assert sorted(group for step in watched.of("step") for group in step["groups"]) == list(
         range(resumed.folder.start.version * 4, 32)
@@ -539,9 +539,9 @@ async def train(external: External, of: Any) -> None:
             engine.train_batch, TensorDict(batch, [len(answer.rows)]), algorithm
         )
         with pytest.raises(Exception, match="is not next"):
-            await external.train(answer.token, answer.trained + 1, metrics)
-        version = await external.train(answer.token, answer.trained, metrics)
-        again = await external.replay(answer.trained)
+            await external.train(answer.token, answer.trained, metrics)
+        version = await external.train(answer.token, answer.trained + 1, metrics)
+        again = await external.replay(answer.trained + 1)
         assert again.ids == answer.ids
         with pytest.raises(Misfit, match="cannot be published"):
             await external.publish(version + 1, engine.weights())

@@ -19,7 +19,7 @@ ROWS = 64
 
 
 def step(number: int, **metrics: Any) -> StepEvent:
-    """A step of an ordinary run, but for ``metrics``."""
+    """The step after ``number`` others of an ordinary run, but for ``metrics``."""
     noise = random.Random(number)
     usual = {
         "gap_mean_0": 1e-7,
@@ -38,7 +38,7 @@ def step(number: int, **metrics: Any) -> StepEvent:
     }
     fields |= {name: metrics.pop(name) for name in list(metrics) if name in fields}
     return StepEvent(
-        step=number,
+        step=number + 1,
         version=number + 1,
         rows=ROWS,
         groups=list(range(GROUPS)),
@@ -80,7 +80,7 @@ def test_a_metric_that_goes_wrong_is_one_alarm_at_its_first_step(
     metric: str, wrong: dict[str, Any]
 ) -> None:
     (alarm,) = alarms(run(**wrong))
-    assert (alarm.metric, alarm.step) == (metric, 20)
+    assert (alarm.metric, alarm.step) == (metric, 21)
     assert alarm.reason.startswith(metric)
     assert len(alarm.look) > 40
     assert alarm.value == next(iter(wrong.values()))
@@ -97,7 +97,7 @@ def test_an_alarm_comes_again_only_after_the_metric_was_usual() -> None:
     bad = {"ess": 0.05}
     pattern = [number in range(10, 15) or number in (20, 30, 31) for number in range(40)]
     found = alarms(step(number, **(bad if is_bad else {})) for number, is_bad in enumerate(pattern))
-    assert [alarm.step for alarm in found] == [10, 20, 30]
+    assert [alarm.step for alarm in found] == [11, 21, 31]
 
 
 numbers = st.one_of(
@@ -122,7 +122,7 @@ def test_whatever_is_measured_alarms_are_of_known_metrics_and_depend_on_the_past
         "at most one for each step"
     )
     half = len(steps) // 2
-    assert [alarm for alarm in found if alarm.step < half] == alarms(steps[:half])
+    assert [alarm for alarm in found if alarm.step <= half] == alarms(steps[:half])
     lasting: dict[str, int] = {}
     for alarm in found:
         before = lasting.setdefault(alarm.metric, -2)
@@ -144,12 +144,12 @@ def test_rewards_that_are_learned_to_the_end_are_no_alarm_and_those_that_break_a
         step(number, equal_groups=1.0 if number >= 12 else 0.25, reward_mean=0.4 * (number < 12))
         for number in range(20)
     ]
-    assert [(alarm.metric, alarm.step) for alarm in alarms(broken)] == [("equal_groups", 12)]
+    assert [(alarm.metric, alarm.step) for alarm in alarms(broken)] == [("equal_groups", 13)]
 
 
 def test_rewards_that_never_differed_are_one_alarm() -> None:
     (alarm,) = alarms(step(number, equal_groups=1.0, reward_mean=0.0) for number in range(30))
-    assert (alarm.metric, alarm.step) == ("equal_groups", WARM_UP - 1)
+    assert (alarm.metric, alarm.step) == ("equal_groups", WARM_UP)
     assert "first 8 steps" in alarm.reason
 
 
@@ -159,7 +159,7 @@ def test_one_text_is_no_alarm_where_few_texts_are_usual() -> None:
     ]
     found = alarms([step(1, distinct_responses=2 / ROWS), *yes_or_no])
     assert found == []
-    assert [alarm.step for alarm in alarms([step(0, distinct_responses=1 / ROWS)])] == [0], (
+    assert [alarm.step for alarm in alarms([step(0, distinct_responses=1 / ROWS)])] == [1], (
         "at the first step it is"
     )
 
@@ -189,7 +189,7 @@ def test_a_probe_that_moves_to_its_limit_is_an_alarm() -> None:
         )
 
     (alarm,) = alarms(swap(version, 0.05 if version < 20 else 0.97) for version in range(1, 30))
-    assert (alarm.metric, alarm.step) == ("probe_share", 19)
+    assert (alarm.metric, alarm.step) == ("probe_share", 20)
 
 
 def test_a_skipped_step_is_not_judged() -> None:
@@ -215,7 +215,7 @@ def told(worker: str = "environment-0", **trajectories: float) -> StageEvent:
 def test_an_environment_that_always_fails_is_an_alarm_and_one_that_fails_often_is_none() -> None:
     failing = [told(turns=n, ended_failed=n, ended_done=0, open=4) for n in range(0, 100, 4)]
     (alarm,) = alarms(failing)
-    assert (alarm.metric, alarm.step, alarm.value) == ("failed_environments", -1, 1.0)
+    assert (alarm.metric, alarm.step, alarm.value) == ("failed_environments", 0, 1.0)
     assert "32 of 32 trajectories" in alarm.reason
     (alarm,) = alarms([told(turns=100, ended_failed=100, ended_done=1)])  # all before it is told
     assert "100 of 101 trajectories" in alarm.reason
@@ -229,7 +229,7 @@ def test_a_program_that_goes_back_at_every_turn_is_an_alarm_and_one_that_does_at
     ordinary = [step(number) for number in range(3)]
     back = [told(turns=4 * n, branches=3 * n, ended_done=n) for n in range(0, 100, 4)]
     (alarm,) = alarms([*ordinary, *back])
-    assert (alarm.metric, alarm.step, alarm.value) == ("branches", 2, 1.0)
+    assert (alarm.metric, alarm.step, alarm.value) == ("branches", 3, 1.0)
     assert alarms([told(turns=4 * n, branches=n, ended_done=n) for n in range(0, 100, 4)]) == []
 
 

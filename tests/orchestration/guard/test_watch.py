@@ -45,7 +45,7 @@ async def test_by_default_an_alarm_is_an_event_and_the_run_goes_on(tmp_path: Pat
     )
     assert result.state == "finished"
     (alarm,) = watched.of("alarm")
-    assert (alarm["metric"], alarm["step"], alarm["value"]) == ("equal_groups", 7, 1.0)
+    assert (alarm["metric"], alarm["step"], alarm["value"]) == ("equal_groups", 8, 1.0)
     assert "reward functions" in alarm["look"]
 
 
@@ -74,7 +74,7 @@ async def test_an_alarm_may_pause_the_run(tmp_path: Path) -> None:
         )
         (paused,) = (state for state in watched.of("state") if state["state"] == "paused")
         assert paused["reason"].startswith(
-            "guard: step 7: equal_groups: rewards are equal in all groups of the first 8"
+            "guard: step 8: equal_groups: rewards are equal in all groups of the first 8"
         )
         await watched.move("paused", "running")
         made = len(watched.of("step"))
@@ -88,7 +88,7 @@ async def test_an_alarm_may_fail_the_run_at_the_first_attempt(tmp_path: Path) ->
     of = recipe(MOCK, **{**EQUAL, "guard__on_alarm": "fail"})
     watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
-    assert result.reason.startswith("guard: step 7: equal_groups: ")
+    assert result.reason.startswith("guard: step 8: equal_groups: ")
     assert "Look at what the reward functions return" in result.reason
     assert not [
         worker for worker in watched.of("worker") if worker["change"] in ("died", "restarted")
@@ -98,7 +98,7 @@ async def test_an_alarm_may_fail_the_run_at_the_first_attempt(tmp_path: Path) ->
 async def test_the_alarm_of_the_last_step_counts(tmp_path: Path) -> None:
     of = recipe(MOCK, **{**EQUAL, "guard__on_alarm": "fail", "train__steps": 8})
     _, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
-    assert (result.state, result.reason[:14]) == ("failed", "guard: step 7:")
+    assert (result.state, result.reason[:14]) == ("failed", "guard: step 8:")
 
 
 def watch(index: Index, on_alarm: Any = "warn", folder: Path | None = None) -> GuardWatch:
@@ -117,11 +117,11 @@ async def test_a_supervisor_that_follows_another_repeats_no_alarm_and_forgets_no
         await index.emit(step(number, ess=0.01 if number == 11 else 0.97))
     first = watch(index)
     await first.begin()
-    assert await alarms_in(index) == [("ess", 11)]
+    assert await alarms_in(index) == [("ess", 12)]
     # The next one is killed between the alarm and the note of how far it has judged.
     await index.emit(step(12, distinct_responses=1 / 64))
     await index.emit(
-        AlarmEvent(metric="distinct_responses", step=12, value=0.0, reason="", look="")
+        AlarmEvent(metric="distinct_responses", step=13, version=13, value=0.0, reason="", look="")
     )
     for _ in range(2):
         await watch(index).begin()
@@ -130,8 +130,8 @@ async def test_a_supervisor_that_follows_another_repeats_no_alarm_and_forgets_no
     last = watch(index)
     await last.begin()
     found = await alarms_in(index)
-    assert found == [("ess", 11), ("distinct_responses", 12), ("ess", 13), ("entropy", 14)], (
-        "12 was usual in between"
+    assert found == [("ess", 12), ("distinct_responses", 13), ("ess", 14), ("entropy", 15)], (
+        "13 was usual in between"
     )
 
 
@@ -152,7 +152,13 @@ async def test_an_alarm_of_a_worker_acts_as_the_guards_own(index: Index) -> None
     failing = watch(index, "fail")
     await failing.begin()
     alarm = AlarmEvent(
-        metric="probe", step=3, value=0.1, reason="it differs", look="there", worker="rollout-0"
+        metric="probe",
+        step=3,
+        version=3,
+        value=0.1,
+        reason="it differs",
+        look="there",
+        worker="rollout-0",
     )
     async with EventFeed.reading(index) as feed:
         running = asyncio.create_task(feed.feed(failing.take, failing.after))
@@ -215,7 +221,7 @@ async def test_a_resumed_run_goes_on_with_the_windows_of_its_steps(
     assert windows(resumed.guard) == about(after(steps))
     assert await alarms_in(index) == []
     await index.emit(step(6000, entropy=0.1))
-    with pytest.raises(GuardFailed, match="guard: step 6000: entropy"):
+    with pytest.raises(GuardFailed, match="guard: step 6001: entropy"):
         await resumed.catch_up()
 
 
@@ -232,7 +238,7 @@ async def test_a_run_that_another_runner_takes_over_keeps_its_windows(
     # as it is written: with the ids of the index
     with MetricsFile(tmp_path / "same" / METRICS) as same:
         for event in read_metrics(file):
-            if event.kind == "step" and event.data["step"] < 30:
+            if event.kind == "step" and event.data["step"] <= 30:
                 same.event(event)
         for event in events[:20]:
             same.event(event)
@@ -253,7 +259,7 @@ async def test_a_run_that_was_rewound_forgets_the_steps_that_it_makes_again(
     first = watch(index)
     await first.begin()
     (alarm,) = await alarms_in(index)
-    assert alarm == ("entropy", 20)
+    assert alarm == ("entropy", 21)
     await index.emit(
         WorkerEvent(stage="runner", worker="runner-0", change="rewound", version=20, reason="lost")
     )
@@ -307,7 +313,7 @@ async def test_a_task_that_is_solved_raises_no_alarm_after_a_resume(tmp_path: Pa
     async with asyncio.timeout(120):
         watched, result = await complete(resumed)
     assert (result.state, watched.of("alarm")) == ("finished", [])
-    assert [step["step"] for step in watched.of("step")] == list(range(24, 40))
+    assert [step["step"] for step in watched.of("step")] == list(range(25, 41))
 
 
 SCORED = list[int]()  # rows that were scored, by call
@@ -355,7 +361,7 @@ async def test_a_refused_probe_is_one_alarm_that_says_what_is_wrong(
     alarms, result = await injected(tmp_path, fault)
     alarm = alarms[0]
     assert (alarm["metric"], alarm["worker"]) == ("probe", "rollout-0")
-    assert alarm["step"] in (2, 3), "an engine may skip a version"
+    assert alarm["step"] in (3, 4), "an engine may skip a version"
     assert alarm["value"] > alarm["limit"]
     assert look in alarm["look"]
     assert sum(one["metric"] == "probe" and one["step"] == alarm["step"] for one in alarms) == 1, (
@@ -391,7 +397,7 @@ async def test_an_adapter_that_was_not_delivered_is_an_alarm(
 
 async def test_an_engine_with_another_vocabulary_never_starts(tmp_path: Path) -> None:
     alarms, result = await injected(tmp_path, "tokenizer")
-    assert [(alarm["metric"], alarm["step"]) for alarm in alarms] == [("tokenizer", -1)]
+    assert [(alarm["metric"], alarm["step"]) for alarm in alarms] == [("tokenizer", 0)]
     assert result.state == "failed"
     assert "the rollout engine has another vocabulary" in result.reason
     assert "which tokenizer the engine loads" in result.reason
@@ -425,7 +431,7 @@ async def test_a_run_that_drops_every_group_says_so_once(tmp_path: Path) -> None
     watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert watched.of("step") == []
     (alarm,) = watched.of("alarm")
-    assert (alarm["metric"], alarm["step"], alarm["value"]) == ("dropped_groups", 0, 64.0)
+    assert (alarm["metric"], alarm["step"], alarm["value"]) == ("dropped_groups", 1, 64.0)
     assert (
         "64 groups in a row taught nothing, the last one because of: equal rewards" in result.reason
     )

@@ -115,7 +115,7 @@ def test_steps_of_many_workers_take_little(tmp_path: Path) -> None:
             "tokens_filtered": 7,
         }
         data = {
-            "step": step,
+            "step": step + 1,
             "version": step + 1,
             "rows": 64,
             "groups": list(range(8 * step, 8 * step + 8)),
@@ -208,7 +208,7 @@ def test_what_waited_when_a_runner_was_killed_is_given_again(tmp_path: Path) -> 
             stage(number, "rollout-0", 1.0 + number),
             swap(number + 0.1, "rollout-0", number + 1),
         ]
-        stream.append(event(number + 0.2, "step", step=number, version=number + 1))
+        stream.append(event(number + 0.2, "step", step=number + 1, version=number + 1))
     killed = MetricsFile(tmp_path / METRICS)
     for each in stream[:60]:
         killed.event(each)
@@ -217,6 +217,6 @@ def test_what_waited_when_a_runner_was_killed_is_given_again(tmp_path: Path) -> 
         for each in (one for one in stream if order(one.id) > order(file.after)):
             file.event(each)
     found = list(read_metrics(tmp_path / METRICS))
-    assert [each.data["step"] for each in found if each.kind == "step"] == list(range(1, 40))
+    assert [each.data["step"] for each in found if each.kind == "step"] == list(range(2, 41))
     assert sum(each.data["bytes"] for each in found if each.kind == "sync") == 40 << 20
     assert [each.data["wall"] for each in found if each.kind == "stage"][-1] == 40.0

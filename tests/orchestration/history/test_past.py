@@ -56,7 +56,7 @@ def events(steps: int = STEPS) -> Iterator[Event]:
         yield event(
             at,
             "step",
-            step=step,
+            step=step + 1,
             version=step + 1,
             rows=draw.randrange(64),
             tokens_generated=10**10 * step,
@@ -158,7 +158,7 @@ def test_a_width_that_no_level_divides_has_all_that_happened(run: Path) -> None:
     found = columns(past_of(run, 0.0, math.inf, 607.0, Wanted(["step"])))["step"]
     rows = [one.data["rows"] for one in read_metrics(run) if one.kind == "step"]
     assert sum(value or 0 for value in found["rows"]) == sum(rows)
-    assert found["step"][-1] == STEPS - 1
+    assert found["step"][-1] == STEPS
     times = [value or 0.0 for value in found["time"]]
     assert all(later - one >= 607 for one, later in itertools.pairwise(times))
 
@@ -181,7 +181,7 @@ def test_a_rewound_run_has_no_points_of_the_steps_that_were_removed(
             file.event(each)
         file.rewind(500)
     found = columns(past_of(path, 0.0, math.inf, 60.0, Wanted(["step.step"])))["step"]
-    assert found["step"][-1] == 499
+    assert found["step"][-1] == 500
 
 
 def test_a_question_reads_what_it_asks_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

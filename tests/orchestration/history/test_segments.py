@@ -52,7 +52,7 @@ def story() -> list[Event]:
                 event(
                     next(number),
                     "step",
-                    step=step,
+                    step=step + 1,
                     version=step + 1,
                     rows=8,
                     groups=[step],
@@ -139,7 +139,7 @@ def test_a_kill_between_any_two_operations_loses_and_doubles_no_event(tmp_path: 
     (tmp_path / "whole").mkdir()
     follow(tmp_path / "whole" / METRICS, events)
     expected = told(tmp_path / "whole" / METRICS)
-    assert [one.data["step"] for one in expected if one.kind == "step"] == list(range(80))
+    assert [one.data["step"] for one in expected if one.kind == "step"] == list(range(1, 81))
     assert len(closed(tmp_path / "whole" / METRICS)) > 4
     draw = random.Random(1)
     for at in itertools.count(1):
@@ -216,7 +216,7 @@ def test_a_rewind_touches_only_the_parts_that_hold_later_steps(long: Path) -> No
         assert (segment.path.stat().st_mtime_ns == before[segment.path]) == (
             segment.number not in later
         )
-    assert [one.data["step"] for one in told(long) if one.kind == "step"] == list(range(40))
+    assert [one.data["step"] for one in told(long) if one.kind == "step"] == list(range(1, 41))
     assert {part.made for part in facts_of(long).values()} <= set(range(-1, 41))
 
 
@@ -283,8 +283,8 @@ def test_a_file_of_an_older_version_is_read_resumed_and_rewound(tmp_path: Path) 
     assert newest_checkpoint(path) == 30
     with MetricsFile(path, PART) as file:
         assert (file.last, file.rewind(40)) == (events[-1].id, 30)
-        file.event(event(5000, "step", step=40, version=41))
-    assert [one.data["step"] for one in told(path) if one.kind == "step"] == list(range(41))
+        file.event(event(5000, "step", step=41, version=41))
+    assert [one.data["step"] for one in told(path) if one.kind == "step"] == list(range(1, 42))
     assert len(closed(path)) == 1
 
 

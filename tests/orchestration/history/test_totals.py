@@ -58,7 +58,7 @@ EVENTS = [
     answered(34, 3.0, open=2, turns=4, ended_turns=1),
     answered(35, 6.0, open=3, turns=7, ended_turns=2),
     answered(36, 1.0, open=1, turns=2, ended_done=1),
-    scripted.event(40, "alarm", **ALARM, step=3),
+    scripted.event(40, "alarm", **ALARM, step=3, version=3),
     scripted.event(41, "prompt", change="epoch", epochs={"sums": 2}),
     scripted.event(42, "prompt", change="too long", skipped=3, cut=1),
     scripted.event(

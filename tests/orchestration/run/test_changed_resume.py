@@ -35,7 +35,7 @@ async def test_a_finished_run_goes_on_with_more_steps_as_if_they_had_been_asked_
         Execution(RunFolder.resume(tmp_path / "run", ["train.steps=3"]))
     assert Execution(RunFolder.resume(tmp_path / "run", ["train.steps=7"])).recipe.train.steps == 7
     watched, result = await resumed(tmp_path / "run")  # what was set is kept
-    assert [step["step"] for step in watched.of("step")] == [4, 5, 6]
+    assert [step["step"] for step in watched.of("step")] == [5, 6, 7]
     whole = recipe(TINY, pipeline__staleness=0, train__steps=7)
     _, at_once = await complete(Execution(RunFolder.create(whole, tmp_path / "whole")))
     assert_equal(trained(whole, result), trained(whole, at_once))
@@ -159,7 +159,7 @@ async def test_a_run_goes_on_in_another_index_over_the_network_and_back(
         (3, ["pipeline.index=embedded", "sync.transport=shared_memory"]),
     ):
         watched, result = await resumed(tmp_path / "run", f"train.steps={steps}", *changes)
-        assert [step["step"] for step in watched.of("step")] == [steps - 1]
+        assert [step["step"] for step in watched.of("step")] == [steps]
     whole = recipe(TINY, pipeline__staleness=0, train__steps=3)
     _, weights = await synchronous(whole)
     assert_equal(trained(whole, result), weights)

@@ -227,7 +227,7 @@ async def test_a_run_whose_folder_lost_its_checkpoints_goes_on_from_the_url_bit_
         Execution(RunFolder.resume(tmp_path / "run", ["train.steps=5"]))
     )
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == [3, 4]
+    assert [step["step"] for step in watched.of("step")] == [4, 5]
     whole = recipe(TINY, pipeline__staleness=0, train__steps=5)
     _, weights = await synchronous(whole)
     assert_equal(trained(whole, result), weights)
@@ -254,7 +254,7 @@ async def test_the_url_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
     watched, _ = await complete(
         Execution(RunFolder.resume(tmp_path / "run", ["train.steps=9", f"checkpoint.url={second}"]))
     )
-    assert [step["step"] for step in watched.of("step")] == [8]
+    assert [step["step"] for step in watched.of("step")] == [9]
     names = CheckpointStore(str(second / begun.run)).names()
     assert names == ["step-00000008", "step-00000009"], (
         "with the one that it begins with, for other machines"

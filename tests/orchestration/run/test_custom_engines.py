@@ -62,7 +62,7 @@ async def test_a_run_of_processes_with_engines_of_others_goes_to_its_end(tmp_pat
     watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     steps = watched.of("step")
-    assert [step["step"] for step in steps] == list(range(of.train.steps))
+    assert [step["step"] for step in steps] == list(range(1, of.train.steps + 1))
     assert all(0 <= step["reward_mean"] <= 1 for step in steps)
     assert any(step["reward_mean"] > 0 for step in steps), (
         "an echo of the letter is what is asked for, at times"

@@ -133,7 +133,7 @@ async def test_a_run_goes_on_before_a_damaged_checkpoint_as_if_it_had_never_been
         Execution(RunFolder.resume(run, ["train.steps=6"], start_version=start))
     )
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == list(range(start, 6))
+    assert [step["step"] for step in watched.of("step")] == list(range(start + 1, 7))
     longer = OF.model_copy(update={"train": OF.train.model_copy(update={"steps": 6})})
     _, weights = await synchronous(longer)
     assert_equal(trained(longer, result), weights)

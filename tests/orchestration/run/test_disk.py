@@ -87,7 +87,7 @@ async def test_a_full_disk_ends_the_run_at_once_with_what_to_do_and_it_goes_on_w
     ballast.unlink()
     watched, result = await complete(Execution(RunFolder.resume(tmp_path / "run")))
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == list(range(version, 8))
+    assert [step["step"] for step in watched.of("step")] == list(range(version + 1, 9))
     assert_equal(trained(of, result), weights)
     assert_nothing_left(run)
 
@@ -180,7 +180,7 @@ async def test_kills_while_checkpoints_are_written_lose_nothing(tmp_path: Path) 
         result = await work
     assert result.state == "finished", result.reason
     assert killed >= 4, killed
-    assert [step["step"] for step in watched.of("step")] == list(range(14))
+    assert [step["step"] for step in watched.of("step")] == list(range(1, 15))
     assert_equal(trained(of, result), weights)
     assert names(folder) == ["step-00000014"]
 
@@ -217,7 +217,7 @@ async def test_a_checkpoint_of_another_model_ends_a_resume_at_once_with_what_to_
         Execution(RunFolder.resume(tmp_path / "run", start_version=before.version))
     )
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == list(range(before.version, 5))
+    assert [step["step"] for step in watched.of("step")] == list(range(before.version + 1, 6))
     assert (newest.path.with_name(f"aside-{newest.path.name}") / "train").is_dir(), (
         "nothing is removed"
     )

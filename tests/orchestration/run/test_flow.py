@@ -73,7 +73,7 @@ def assert_filled(of: Any, watched: Watched) -> int:
     Returns the dropped samples.
     """
     steps = watched.of("step")
-    assert [step["step"] for step in steps] == list(range(of.train.steps))
+    assert [step["step"] for step in steps] == list(range(1, of.train.steps + 1))
     for step in steps:
         assert len(step["groups"]) == of.train.groups_per_step
         assert step["staleness_max"] <= of.pipeline.staleness

@@ -168,7 +168,7 @@ async def test_sampling_options_do_not_change_the_cross_entropy(
     watched, result = await complete(Execution(RunFolder.create(made, tmp_path / "run")))
     assert result.state == "finished", result.reason
     first = watched.of("step")[0]
-    rows = [row for row in trained_rows(tmp_path / "run") if row["step"] == 0]
+    rows = [row for row in trained_rows(tmp_path / "run") if row["step"] == 1]
     of_rows = [response_logprob(made, row["prompt"], row["response"]) for row in rows]
     assert len(rows) == made.train.groups_per_step
     expected = -sum(logprob for logprob, _ in of_rows) / sum(tokens for _, tokens in of_rows)
@@ -306,5 +306,7 @@ async def test_a_run_on_given_responses_needs_no_reward(tmp_path: Path) -> None:
         Execution(RunFolder.create(recipe(given, evaluate__every=0), tmp_path / "run"))
     )
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == list(range(given["train"]["steps"]))
+    assert [step["step"] for step in watched.of("step")] == list(
+        range(1, given["train"]["steps"] + 1)
+    )
     assert watched.run.recipe.reward.functions == []

@@ -134,7 +134,7 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
             head.wait(60)
             second.wait(60)
         steps = [event["step"] for event in events(out, "step")]
-        assert steps == list(range(3, 3 + len(steps))), (tmp_path / "head.log").read_text()
+        assert steps == list(range(4, 4 + len(steps))), (tmp_path / "head.log").read_text()
         groups = sorted(group for event in events(out, "step") for group in event["groups"])
         assert groups == list(range(12, 12 + len(groups))), "each group was trained once"
         changes = [e["change"] for e in events(out, "worker") if e["worker"] == "rollout-1"]
@@ -191,7 +191,7 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
             head.wait(240)
         text = (tmp_path / "head.log").read_text()
         assert head.returncode == 0, text
-        assert [event["step"] for event in events(out, "step")] == list(range(300)), text
+        assert [event["step"] for event in events(out, "step")] == list(range(1, 301)), text
         assert sorted(group for event in events(out, "step") for group in event["groups"]) == list(
             range(1200)
         )
@@ -265,7 +265,7 @@ async def test_a_run_without_its_host_is_running_and_ends_with_the_workers_that_
         await watched.until(lambda: "running" in [state["state"] for state in watched.of("state")])
         result = await work
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == list(range(of.train.steps))
+    assert [step["step"] for step in watched.of("step")] == list(range(1, of.train.steps + 1))
     absent = [
         (event["worker"], event["reason"])
         for event in watched.of("worker")

@@ -159,7 +159,7 @@ async def test_the_index_may_be_killed_before_the_supervisor_is_there(
         monkeypatch.setattr(run, "_emit_restart", killing)
     watched, result = await complete(run)
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == [0, 1, 2]
+    assert [step["step"] for step in watched.of("step")] == [1, 2, 3]
     assert len(killed) == {"before anything is in it": 1, "twice in a row": 2}.get(moment, 3)
     restarts = [event for event in watched.of("worker") if event["worker"] == "index-0"]
     assert restarts
@@ -263,7 +263,7 @@ def test_a_resumed_run_s_metrics_tell_each_step_once(tmp_path: Path) -> None:
 
     with MetricsFile(tmp_path / METRICS) as file:
         for step in range(5):
-            file.event(event("step", 2 * step + 1, step=step, version=step + 1))
+            file.event(event("step", 2 * step + 1, step=step + 1, version=step + 1))
             file.event(event("sync", 2 * step + 2, worker="update-0", version=step + 1, bytes=8))
             if step == 2:
                 file.event(Event("6-1", 6.5, "checkpoint", {"version": 3}))
@@ -273,9 +273,9 @@ def test_a_resumed_run_s_metrics_tell_each_step_once(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / METRICS) as file:
         file.rewind(3)
         assert file.last == "11-0"
-        file.event(event("step", 13, step=3, version=4))
+        file.event(event("step", 13, step=4, version=4))
     kept = list(read_metrics(tmp_path / METRICS))
-    assert [found.data["step"] for found in kept if found.kind == "step"] == [0, 1, 2, 3]
+    assert [found.data["step"] for found in kept if found.kind == "step"] == [1, 2, 3, 4]
     synced = [found.data for found in kept if found.kind == "sync"]
     assert [found["version"] for found in synced] == [1, 3], (
         "those of a minute are one, up to a checkpoint"
@@ -285,9 +285,9 @@ def test_a_resumed_run_s_metrics_tell_each_step_once(tmp_path: Path) -> None:
     rewound = {"stage": "runner", "worker": "runner-0", "change": "rewound", "version": 2}
     with MetricsFile(tmp_path / METRICS) as file:
         file.event(event("worker", 14, **rewound))
-        file.event(event("step", 15, step=2, version=3))
+        file.event(event("step", 15, step=3, version=3))
     kept = list(read_metrics(tmp_path / METRICS))
-    assert [found.data["step"] for found in kept if found.kind == "step"] == [0, 1, 2]
+    assert [found.data["step"] for found in kept if found.kind == "step"] == [1, 2, 3]
     assert [found.id for found in kept if found.kind == "step"][-1] == "15-0"
 
 
@@ -300,7 +300,14 @@ def test_ledgers_turns_and_forecasts_of_removed_steps_go_with_them(tmp_path: Pat
         for version in range(5):
             at = 10 * version + 2
             time = 1000.0 * (version + 1)
-            file.event(Event(f"{at}-0", time, "forecast", {"step": version, **forecast}))
+            file.event(
+                Event(
+                    f"{at}-0",
+                    time,
+                    "forecast",
+                    {"step": version + 1, "version": version, **forecast},
+                )
+            )
             file.event(Event(f"{at + 1}-0", time, "ledger", {**rest, "version": version}))
             turn = {"worker": "update-0", "phase": "training", "version": version}
             file.event(Event(f"{at + 2}-0", time, "turn", turn))
@@ -314,7 +321,7 @@ def test_ledgers_turns_and_forecasts_of_removed_steps_go_with_them(tmp_path: Pat
         2,
     ]
     assert [event.data["version"] for event in stays if event.kind == "turn"] == [0, 1, 2]
-    assert [event.data["step"] for event in stays if event.kind == "forecast"] == [0, 1, 2]
+    assert [event.data["step"] for event in stays if event.kind == "forecast"] == [1, 2, 3]
 
 
 async def test_each_ledger_of_a_run_says_of_which_version_it_is(tmp_path: Path) -> None:
@@ -337,16 +344,16 @@ async def test_checkpoints_leave_no_progress_bar_in_the_logs(tmp_path: Path) -> 
 
 def test_samples_of_steps_that_are_made_again_stand_once(tmp_path: Path) -> None:
     book = SampleLog(tmp_path, 1 << 20)
-    for step in range(5):
+    for step in range(1, 6):
         book.add([{"step": step, "group": step, "place": 0, "response": "old"}])
     book.rewind(3)
-    book.add([{"step": 3, "group": 3, "place": 0, "response": "new"}])
+    book.add([{"step": 4, "group": 4, "place": 0, "response": "new"}])
     found, _ = read(tmp_path, lambda sample: True)
     assert [(sample["step"], sample["response"]) for sample in found] == [
-        (3, "new"),
+        (4, "new"),
+        (3, "old"),
         (2, "old"),
         (1, "old"),
-        (0, "old"),
     ]
 
 

@@ -102,7 +102,7 @@ async def test_a_run_that_has_recorded_none_begins_again_and_one_that_is_put_bac
     shutil.copytree(ended, run)
     watched, result = await complete(Execution(RunFolder.resume(run, ["train.steps=6"])))
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == [4, 5]
+    assert [step["step"] for step in watched.of("step")] == [5, 6]
 
 
 # ── the folder of the base model ──
@@ -137,7 +137,7 @@ async def test_the_base_model_may_move_and_its_bytes_may_not_change(tmp_path: Pa
         Execution(RunFolder.resume(run, ["train.steps=3", f"model.source={there}"]))
     )
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == [2]
+    assert [step["step"] for step in watched.of("step")] == [3]
     third = tmp_path / "third"
     there.rename(third)
     assert Execution(

@@ -81,7 +81,7 @@ def assert_each_sample_once(of: Recipe, watched: Watched) -> None:
     per_step = of.train.groups_per_step
     size = of.algorithm.group_size
     reported = watched.of("step")
-    assert [step["step"] for step in reported] == list(range(steps))
+    assert [step["step"] for step in reported] == list(range(1, steps + 1))
     groups = [group for step in reported for group in step["groups"]]
     assert sorted(groups) == list(range(steps * per_step)), "a group was trained twice, or never"
     for step in reported:
@@ -335,7 +335,7 @@ async def test_a_stopped_run_resumes_and_ends_as_if_it_had_never_stopped(tmp_pat
     )
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == list(range(began, 8))
+    assert [step["step"] for step in watched.of("step")] == list(range(began + 1, 9))
     assert watched.of("ledger")[-1]["trained"] == 8 * 4 * 4
     assert_equal(trained(of, result), weights)
     with pytest.raises(RunError, match="nothing to resume"):
@@ -353,7 +353,7 @@ async def test_a_resumed_run_makes_what_was_in_flight_again(tmp_path: Path) -> N
     resumed = Execution(RunFolder.resume(tmp_path / "run"))
     assert resumed.folder.start is not None
     assert resumed.folder.start.version == len(watched.of("step"))
-    kept = [step for step in watched.of("step") if step["step"] < resumed.folder.start.version]
+    kept = [step for step in watched.of("step") if step["step"] <= resumed.folder.start.version]
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     groups = [group for step in [*kept, *watched.of("step")] for group in step["groups"]]

@@ -233,7 +233,7 @@ async def test_a_run_that_was_killed_as_a_whole_is_resumed_to_the_same_weights(
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     steps = watched.of("step")
-    assert [step["step"] for step in steps] == list(range(began, 6))
+    assert [step["step"] for step in steps] == list(range(began + 1, 7))
     assert [(step["reward_mean"], step["loss"]) for step in steps] == expected[began:]
     assert watched.of("ledger")[-1]["trained"] == 6 * 4 * 4
     assert_equal(trained(of, result), weights)

@@ -49,7 +49,7 @@ def assert_whole(recipe: Recipe, events: list[Event]) -> None:
     steps = recipe.train.steps
     rows = recipe.train.groups_per_step * recipe.algorithm.group_size
     reported = of(events, "step")
-    assert [step["step"] for step in reported] == list(range(steps))
+    assert [step["step"] for step in reported] == list(range(1, steps + 1))
     groups = sorted(group for step in reported for group in step["groups"])
     assert groups == list(range(steps * recipe.train.groups_per_step)), (
         "a group was trained twice, or never"
@@ -319,7 +319,7 @@ async def test_a_run_whose_shared_memory_is_gone_goes_on_from_its_checkpoint(
         rewound = next(e for e in events if e.kind == "worker" and e.data["change"] == "rewound")
         assert f"from the checkpoint of version {saved.version}" in rewound.data["reason"]
         again = [e.data["step"] for e in events if e.kind == "step" and e.id > rewound.id]
-        assert again == list(range(saved.version, 12))
+        assert again == list(range(saved.version + 1, 13))
         assert of(events, "ledger")[-1]["trained"] == 12 * 16
 
 

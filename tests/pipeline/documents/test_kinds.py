@@ -49,6 +49,7 @@ from tests.orchestration.runs import TINY, recipe
 STAGE = StageDeclaration("own", "rows", {"response": "text"}, {"length": "float32"}, workers=2)
 FORECASTED = ForecastEvent(
     step=3,
+    version=2,
     step_seconds=1.5,
     tokens_per_second=20.0,
     generation=0.5,

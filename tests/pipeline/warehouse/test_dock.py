@@ -278,7 +278,7 @@ async def test_no_sample_is_trained_twice_and_released_rows_are_gone(dock: Dock)
     update = await claim(dock, "update")
     held = (await dock.fetch(update, ["advantage"]))["advantage"].clone()
     assert await dock.index.train(update, 0) == 1
-    with pytest.raises(IndexRefused, match="step 0 is not next"):
+    with pytest.raises(IndexRefused, match="step 1 is not next"):
         await dock.index.train(update, 0)
     with pytest.raises(LeaseLost):
         await dock.index.train(update, 1)

@@ -104,7 +104,7 @@ def test_an_ended_run_is_read_by_its_folder(runs: Path) -> None:
     assert {sample["step"] for sample in samples} == {2}
     events = [json.loads(line) for line in asyncdock("runs", "watch", run, "--json").splitlines()]
     steps = [event["data"]["step"] for event in events if event["kind"] == "step"]
-    assert steps == [*range(STEPS)]
+    assert steps == [*range(1, STEPS + 1)]
     assert '"event": "ready"' in asyncdock("runs", "logs", run, "--worker", "update-0")
     assert asyncdock("why", run) == "nothing: the run has ended\n"
     assert digests(run) == before

@@ -70,7 +70,7 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
         "seconds": 1.5,
     }
     return {
-        "step": number,
+        "step": number + 1,
         "version": number + 1,
         "rows": 32,
         "groups": [1, 2],
@@ -187,8 +187,8 @@ async def test_a_run_is_streamed_to_its_end_and_from_any_event_on(
         "finished",
     ]
     assert answer[-1][2] == {"state": "finished", "reason": ""}
-    assert [data["step"] for _, kind, data in answer if kind == "step"] == list(range(5))
-    at = next(i for i, (_, kind, data) in enumerate(answer) if kind == "step" and data["step"] == 1)
+    assert [data["step"] for _, kind, data in answer if kind == "step"] == list(range(1, 6))
+    at = next(i for i, (_, kind, data) in enumerate(answer) if kind == "step" and data["step"] == 2)
     async with client.get(
         f"{run.path}/metrics/stream", headers={"Last-Event-ID": answer[at][0]}
     ) as response:
@@ -233,7 +233,7 @@ async def test_history_is_columns_by_series(client: Client, run: EventfulRun) ->
     answer = await (await client.get(f"{run.path}/metrics")).json()
     assert answer["every"] == 0
     assert set(answer["series"]) == {"step", "stage/reward-0", "sync/update-0"}
-    assert answer["series"]["step"]["step"] == [0, 1, 2]
+    assert answer["series"]["step"]["step"] == [1, 2, 3]
     assert answer["series"]["step"]["loss"] == [0.5, None, 0.5]
     assert "groups" not in answer["series"]["step"]
     assert answer["series"]["stage/reward-0"]["wall"] == [4, 8, 12]
@@ -262,7 +262,7 @@ async def test_history_of_a_time_and_by_the_hour(
     numbers = answer["series"]["step"]
     assert (answer["from"], answer["to"], answer["every"]) == (query["from"], query["to"], 3600)
     assert numbers["time"] == [start + 3600, start + 7200]
-    assert numbers["step"] == [119, 179]  # the last of it
+    assert numbers["step"] == [120, 180]  # the last of it
     assert numbers["rows"] == [32 * 60] * 2  # of all together
     assert numbers["reward_mean"] == pytest.approx([0.1 * (60 + 119) / 2, 0.1 * (120 + 179) / 2])
     chosen = await (
@@ -315,7 +315,9 @@ async def test_when_the_index_has_given_the_events_up_every_answer_is_as_before(
     giving_up.cancel()
     app_service.run_statuses.forget(run.record.id)  # as a server that was started again
     assert await answers() == before
-    assert [data["step"] for _, kind, data in before["stream"] if kind == "step"] == list(range(5))
+    assert [data["step"] for _, kind, data in before["stream"] if kind == "step"] == list(
+        range(1, 6)
+    )
 
 
 async def test_what_a_worker_did_lately_goes_on_over_its_restart(
