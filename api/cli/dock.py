@@ -1,8 +1,9 @@
-"""``asyncdock dock``: shows the sample flow of a live run.
+"""``asyncdock dock``: shows the sample flow of a run.
 
-RUN_DIR ──▶ index.json ──▶ index ──▶ warehouses, stages, leases, ledger            (status)
-                                └──▶ rows of a group, read from the warehouses     (inspect)
-RUN_DIR/samples/ ──▶ trajectories that the run has kept, as lines of a file        (export)
+RUN_DIR, alive ──▶ index.json ──▶ index ──▶ warehouses, stages, leases, ledger            (status)
+                                       └──▶ rows of a group, read from the warehouses     (inspect)
+RUN, ended, or of a service ──▶ api.client ──▶ the same, of a group what was trained on it
+RUN_DIR/samples/ ──▶ trajectories that the run has kept, as lines of a file               (export)
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Group, RenderableType
@@ -23,8 +25,13 @@ from rich.text import Text
 from api.cli.common.options import JsonOption
 from api.cli.common.output import print_json, refuse, table
 from api.cli.folder.foreign import run_folder
+from api.cli.service.asking import ServerOption, ask, is_run_folder
+from api.client.credentials import DEFAULT_SERVER
 from api.terminal.numbers import number, short_seconds
 from api.terminal.screen import safe_console, write
+
+if TYPE_CHECKING:
+    from api.client import Client
 
 T = TypeVar("T")
 
@@ -39,25 +46,29 @@ SHOWN_AS_SEGMENTS = frozenset(
 )
 
 dock_app = typer.Typer(
-    help="Look into the sample flow of a run that is alive; export trajectories.",
+    help="Look into the sample flow of a run; export trajectories.",
     no_args_is_help=True,
 )
 
-RunDir = Annotated[
-    Path | None,
+RunName = Annotated[
+    str,
     typer.Argument(
-        metavar="[RUN_DIR]", callback=run_folder, help="The folder of a run that is alive."
+        metavar="[RUN]", callback=run_folder, help="A run's folder, or its id in a service."
     ),
 ]
 UrlOption = Annotated[
-    str, typer.Option("--index", metavar="URL", help="The index, instead of RUN_DIR.")
+    str, typer.Option("--index", metavar="URL", help="The index, instead of RUN.")
 ]
 RunOption = Annotated[str, typer.Option("--run", metavar="ID", help="The run's id in that index.")]
 
 
 @dock_app.command()
 def status(
-    run_dir: RunDir = None, index: UrlOption = "", run: RunOption = "", as_json: JsonOption = False
+    name: RunName = "",
+    index: UrlOption = "",
+    run: RunOption = "",
+    as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Warehouses and their bytes, rows at each stage, leases and their ages, and the ledger."""
 
@@ -75,34 +86,41 @@ def status(
             "ledger": dataclasses.asdict(await dock.index.ledger_event()),
         }
 
-    snapshot = _with_dock(run_dir, index, run, read)
+    address = _address(name, index, run)
+    snapshot = _with_dock(*address, read) if address else ask(server, _status_of(name), name)
     print_json(snapshot) if as_json else safe_console().print(status_view(snapshot))
 
 
 @dock_app.command()
 def inspect(
     group: Annotated[int, typer.Argument(help="The group's number, in the order of admission.")],
-    run_dir: RunDir = None,
+    name: RunName = "",
     index: UrlOption = "",
     run: RunOption = "",
     as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """The rows of one group: their states, and the columns that they have so far; of those with an
-    environment the turns and observations."""
-    rows = _with_dock(run_dir, index, run, lambda dock: _rows(dock, group))
+    environment the turns and observations. Of a run that has ended, or of a service: what was
+    trained."""
+    address = _address(name, index, run)
+    rows = _with_dock(*address, lambda dock: _rows(dock, group)) if address else []
+    if not rows and name:
+        rows = ask(server, _trained_rows(name, group), name)
     if not rows:
         refuse(
-            f"group: {group} is not there; it is not admitted yet, or released after its training"
+            f"group: {group} is not there; it is not admitted yet, was dropped, or is older than "
+            f"what pipeline.keep_samples has room for"
         )
     print_json(rows) if as_json else safe_console().print(group_view(group, rows))
 
 
 @dock_app.command()
 def export(
-    run_dir: Annotated[
-        Path,
+    name: Annotated[
+        str,
         typer.Argument(
-            metavar="RUN_DIR", callback=run_folder, help="The folder of a run, which may go on."
+            metavar="RUN", callback=run_folder, help="A run's folder, or its id in a service."
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="JSON Lines.")],
@@ -110,16 +128,20 @@ def export(
         Literal["tokens", "openenv"],
         typer.Option("--format", help="tokens: all that is known; openenv: its training traces."),
     ] = "tokens",
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Write the trajectories that a run has kept, with their tokens, one a line."""
     from orchestration.disk import replacing
     from stages.samples.sample_log import FOLDER
     from stages.samples.trajectory_export import openenv_trace, trajectories
 
-    exported = trajectories(run_dir / FOLDER)
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = Path(ask(server, lambda client: client.run(name), name).folder)
+    exported = trajectories(folder / FOLDER)
     if (first := next(exported, None)) is None:
         refuse(
-            f"run: {run_dir} has kept no trajectories; give the folder of a run with "
+            f"run: {folder} has no trajectories on this machine; give the folder of a run with "
             f"environment.use that has trained a step, and pipeline.keep_samples above 0"
         )
     lines = 0
@@ -153,6 +175,55 @@ async def _rows(dock: Any, group: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _status_of(name: str) -> Callable[[Client], Awaitable[dict[str, Any]]]:
+    """Return what asks a service for what ``status`` shows; a service does not tell of leases."""
+
+    async def asked(client: Client) -> dict[str, Any]:
+        run, view = await asyncio.gather(client.run(name), client.stages(name))
+        shown = view.model_dump(mode="json")
+        gate = shown["gate"]
+        return {
+            "run": run.id,
+            "now": run.ended or time.time(),
+            "stats": {
+                "warehouses": {each["name"]: each for each in shown["warehouses"]},
+                "stages": {each.pop("name"): each for each in shown["stages"]},
+                "leases": [],
+                "admitted": gate["admitted"],
+                "gate": gate["allowed"],
+                "open": gate["open"],
+                **{key: shown[key] for key in ("published", "trained")},
+            },
+            "ledger": shown["ledger"] | {key: shown[key] for key in ("dropped", "dropped_tokens")},
+        }
+
+    return asked
+
+
+def _trained_rows(name: str, group: int) -> Callable[[Client], Awaitable[list[dict[str, Any]]]]:
+    """Return what asks a service for the samples of ``group``, as rows of :func:`group_view`."""
+
+    async def asked(client: Client) -> list[dict[str, Any]]:
+        samples = [each async for each in client.samples(name) if each.group == group]
+        return [
+            {
+                "row": sample.place,
+                "samples": len(samples),
+                "state": f"trained in step {sample.step}",
+                "oldest_version": min((v for v, _ in sample.versions if v >= 0), default=-1),
+                "tokens": sample.tokens,
+                "columns": sample.model_dump(
+                    mode="json", include={"prompt", "response", "reward", "rewards", "advantage"}
+                ),
+                "segments": [each.model_dump(mode="json") for each in sample.segments],
+                **({"ended": sample.ending} if sample.ending else {}),
+            }
+            for sample in samples
+        ]
+
+    return asked
+
+
 def status_view(found: Mapping[str, Any]) -> RenderableType:
     """Return what ``status`` prints."""
     from orchestration.units import format_size
@@ -177,6 +248,13 @@ def status_view(found: Mapping[str, Any]) -> RenderableType:
         leases.add_row(
             lease["lease"], lease["stage"], lease["worker"], str(lease["rows"]), age, expires_in
         )
+    head = f"{found['run']}: {stats['admitted']} groups admitted, {stats['open']} still there"
+    if any(stage["takes"] == "batch" for stage in stats["stages"].values()):
+        head = (
+            f"{found['run']}: version {stats['published']} published, {stats['trained']} trained; "
+            f"{stats['admitted']} groups admitted of {stats['gate']} that the gate allows, "
+            f"{stats['open']} not yet trained; {ledger['redelivered']} rows delivered again"
+        )
     units = ("", "_tokens", "_turns") if ledger["generated_turns"] else ("", "_tokens")
     counts = table("ledger", *(unit.removeprefix("_") or "samples" for unit in units))
     for name in ("generated", "trained", "filtered", "remade", "in_flight"):
@@ -185,22 +263,10 @@ def status_view(found: Mapping[str, Any]) -> RenderableType:
         counts.add_row(
             f"dropped: {reason}", f"{groups} groups", str(ledger["dropped_tokens"][reason])
         )
-    head = (
-        f"{found['run']}: version {stats['published']} published, {stats['trained']} trained; "
-        f"{stats['admitted']} groups admitted of {stats['gate']} that the gate allows, "
-        f"{stats['open']} not yet trained; {ledger['redelivered']} rows delivered again"
-    )
-    return Group(
-        head,
-        "",
-        warehouses,
-        "",
-        stages,
-        "",
-        leases if leases.row_count else "no leases",
-        "",
-        counts,
-    )
+    parts = [warehouses, stages, leases if leases.row_count else "no leases"]
+    if any(ledger.values()):
+        parts.append(counts)
+    return Group(head, *chain.from_iterable(("", part) for part in parts))
 
 
 def group_view(group: int, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -208,9 +274,9 @@ def group_view(group: int, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     parts: list[RenderableType] = [f"group {group}: {rows[0]['samples']} samples"]
     for row in rows:
         version = f"oldest version {row['oldest_version']}, " if row["oldest_version"] >= 0 else ""
-        stages = ", ".join(row["done"]) or "none"
+        done = f"; done: {', '.join(row['done']) or 'none'}" if "done" in row else ""
         row_table = table(
-            f"row {row['row']}", f"{row['state']}, {version}{row['tokens']} tokens; done: {stages}"
+            f"row {row['row']}", f"{row['state']}, {version}{row['tokens']} tokens{done}"
         )
         segments = row.get("segments")
         for name, value in row["columns"].items():
@@ -262,29 +328,24 @@ def _below(text: Text) -> Padding:
     return Padding(text, (0, 0, 0, 4))
 
 
-def _with_dock(
-    run_dir: Path | None, index: str, run: str, read: Callable[[Any], Awaitable[T]]
-) -> T:
-    """Return what ``read`` returns with the dock of the run.
+def _address(name: str, index: str, run: str) -> tuple[str, str] | None:
+    """Return the index of the run and its id there: as they are given, or those of the live run in
+    the folder ``name``; None where a service is to be asked for the run ``name``."""
+    if not name:
+        if not index or not run:
+            refuse("run: give a run's folder or id, or both --index URL and --run ID")
+        return index, run
+    folder = Path(name)
+    if folder.is_dir() and not is_run_folder(name):
+        refuse(f"run: {folder} is not the folder of a run; or give --index and --run")
+    from orchestration.service.folder_runs import live_index
 
-    Ends the command when there is no such live run.
-    """
-    if run_dir is not None:
-        from orchestration.state.paths import WHERE
+    address = live_index(folder)
+    return None if address is None else (address["index"], address["run"])
 
-        try:
-            address = json.loads((run_dir / WHERE).read_text())
-            index = str(address["index"])
-            run = str(address["run"])
-        except OSError:
-            refuse(
-                f"run: {run_dir} is not the folder of a run that is alive; or give --index and "
-                f"--run"
-            )
-        except (ValueError, LookupError, TypeError) as error:
-            refuse(f"run: {run_dir / WHERE} is damaged ({error!r:.100}); give --index and --run")
-    if not index or not run:
-        refuse("run: give the folder of a run that is alive, or both --index URL and --run ID")
+
+def _with_dock(index: str, run: str, read: Callable[[Any], Awaitable[T]]) -> T:
+    """Return what ``read`` returns with the dock of the run. Any failure ends the command."""
 
     async def reading() -> T:
         from pipeline.warehouse.dock import Dock

@@ -11,7 +11,7 @@
     link           a link that signs a browser in to a service (api.cli.service.link)
     why            what a run waits for at this moment (api.cli.service.why)
     checkpoint     whether checkpoints are as they were written (api.cli.checkpoint)
-    dock, track    the samples of a live run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
+    dock, track    the sample flow of a run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
     env            one trajectory of an environment, before a run (api.cli.env)
     pairs          preference pairs of a run's samples (api.cli.pairs)
 
@@ -105,7 +105,7 @@ COMMANDS = {
     "checkpoint": ("api.cli.checkpoint:checkpoint_app", "Look at the checkpoints of a run."),
     "dock": (
         "api.cli.dock:dock_app",
-        "Look into the sample flow of a run that is alive; export trajectories.",
+        "Look into the sample flow of a run; export trajectories.",
     ),
     "runs": ("api.cli.service.runs:runs_app", "Start, stop and watch the runs of a service."),
     "token": (

@@ -133,7 +133,7 @@ class FolderRuns(Registry):
         return ids
 
     async def _record(self, run: str, folder: Path) -> RunRecord:
-        where = await asyncio.to_thread(_where, folder)
+        where = await asyncio.to_thread(live_index, folder)
         if where is None:
             await self._close_live(run)
             return await asyncio.to_thread(self._ended, run, folder)
@@ -191,7 +191,7 @@ def _runs_in(folder: Path) -> Iterator[Path]:
             yield recipe.parent.resolve()
 
 
-def _where(folder: Path) -> dict[str, str] | None:
+def live_index(folder: Path) -> dict[str, str] | None:
     """Return the index and the id of the run whose command goes on in ``folder``; else None."""
     try:
         where: dict[str, str] = json.loads((folder / WHERE).read_text())

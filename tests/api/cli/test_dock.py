@@ -61,7 +61,8 @@ async def test_what_lies_where_is_shown(index: Index, tmp_path: Path) -> None:
         assert "score  rows   2 rows  1 rows" in shown
         assert "1.5 s  58.5 s" in shown
         assert "32 KiB  1 MiB  3%" in shown
-        assert "turns" not in shown, "of a run without environments"
+        assert shown.startswith("r: 2 groups admitted, 2 still there\n")
+        assert "ledger" not in shown, "a flow without a trainer has none"
         ledger = {**status["ledger"], "generated_turns": 7, "in_flight_turns": 7}
         assert "samples  tokens  turns" in text_of(status_view({**status, "ledger": ledger}))
         await dock.commit(claim, [0], {"score": torch.tensor([0.5])})
@@ -123,18 +124,34 @@ async def test_a_live_run_is_looked_into_by_its_folder(tmp_path: Path) -> None:
         assert json.loads(result.stdout)[0]["group"] == group
         watched.stop.set()
     assert not (tmp_path / "run" / WHERE).exists()
+    run = tmp_path / "run"
+    result = await asyncio.to_thread(
+        CliRunner().invoke, app, ["dock", "status", str(run), "--json"]
+    )
+    ended = json.loads(result.stdout)
+    trained = len(watched.of("step"))
+    assert (ended["stats"]["trained"], ended["ledger"]["trained"]) == (trained, trained * 16)
+    assert list(ended["stats"]["stages"]) == ["rollout", "reward", "advantage", "update"]
+    result = await asyncio.to_thread(CliRunner().invoke, app, ["dock", "inspect", "3", str(run)])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("trained in step 1, oldest version 0") == 4, "each row of the group"
+    assert "\nresponse " in result.stdout
+    result = await asyncio.to_thread(
+        CliRunner().invoke, app, ["dock", "inspect", "10000", str(run)]
+    )
+    assert (result.exit_code, "group: 10000 is not there" in result.stderr) == (2, True)
 
 
 def test_without_a_run_the_fix_is_named(tmp_path: Path) -> None:
     for arguments, needle in (
-        (["dock", "status", str(tmp_path)], "is not the folder of a run that is alive"),
+        (["dock", "status", str(tmp_path)], "is not the folder of a run"),
         (
             ["dock", "export", str(tmp_path), "--out", str(tmp_path / "x.jsonl")],
             "give the folder of a run with environment.use",
         ),
         (
             ["dock", "status"],
-            "give the folder of a run that is alive, or both --index URL and --run ID",
+            "give a run's folder or id, or both --index URL and --run ID",
         ),
         (
             ["dock", "status", "--index", "redis://:word@127.0.0.1:1", "--run", "x"],
