@@ -2,7 +2,7 @@
 
 It runs beside the supervisor, so it sees every worker's events, and those of external trainers.
 
-    events ─▶ Guard.observe ─▶ alarm ─▶ events ─▶ warn: a line in the log
+    events ─▶ Guard.observe ─▶ alarm ─▶ events ─▶ warn: nothing further
       (the run's stream)                            pause: running ─▶ paused, with the reason
                                                     fail: GuardFailed, and the run with it
 
@@ -154,9 +154,6 @@ class GuardWatch:
             await self._act(data)
 
     async def _act(self, alarm: AlarmEvent) -> None:
-        log.warning(
-            "alarm", metric=alarm.metric, step=alarm.step, reason=alarm.reason, look=alarm.look
-        )
         if self.on_alarm == "warn":
             return
         reason = f"guard: step {alarm.step}: {alarm.reason}. {alarm.look}"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import typer
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from api.cli.common.exit_codes import BAD_INPUT
-from api.terminal.screen import complain, write
+from api.terminal.screen import PIPE_WIDTH, complain, write
 
 
 def refuse(message: object, code: int = BAD_INPUT) -> NoReturn:
@@ -46,8 +48,30 @@ def table(*columns: str, right: tuple[str, ...] = (), **options: Any) -> Table:
     grid = Table(box=None, show_header=any(columns), pad_edge=False, show_edge=False, **options)
     for column in columns:
         justify = "right" if column in right else "left"
-        grid.add_column(column, justify=justify, no_wrap=column != columns[-1])  # type: ignore[arg-type]
+        no_wrap = column != columns[-1]
+        grid.add_column(column, justify=justify, no_wrap=no_wrap, overflow="fold")  # type: ignore[arg-type]
     return grid
+
+
+def fitting_table(
+    console: Console,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[RenderableType]],
+    leave: Sequence[str],
+    **options: Any,
+) -> Table:
+    """Return :func:`table` of ``rows`` without as many columns of ``leave``, in this order, as it
+    takes to fit ``console``. Where it is too wide even so, the first column breaks into lines."""
+    unlimited = console.options.update(width=PIPE_WIDTH)
+    for count in range(len(leave) + 1):
+        places = [at for at, name in enumerate(columns) if name not in leave[:count]]
+        fitted = table(*(columns[at] for at in places), **options)
+        fitted.columns[0].no_wrap = False
+        for row in rows:
+            fitted.add_row(*(row[at] for at in places))
+        if console.measure(fitted, options=unlimited).maximum <= console.width:
+            break
+    return fitted
 
 
 def local_time(unix: float | None, absent: str = "") -> str:

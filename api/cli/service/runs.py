@@ -28,7 +28,7 @@ from api.cli.common.options import (
     PlainOption,
     SetOption,
 )
-from api.cli.common.output import advised, local_time, print_json, refuse, table
+from api.cli.common.output import advised, fitting_table, local_time, print_json, refuse
 from api.cli.common.recipe_files import complete_path
 from api.cli.service.asking import (
     ServerOption,
@@ -106,7 +106,8 @@ def list_(
     if as_json:
         print_json([run.model_dump(mode="json") for run in runs])
     elif runs:
-        safe_console().print(runs_table(runs, time.time()))
+        console = safe_console()
+        console.print(runs_table(runs, time.time(), console))
     else:
         filters = " with these filters" if state or name or owner else ""
         complain(f"No runs{filters} at {server}. Start one: {advised('runs start mock --watch')}")
@@ -469,26 +470,33 @@ async def watch_run(
     return await client.wait_until_ended(run)
 
 
-def runs_table(runs: Sequence[RunView], now: float) -> Table:
-    """Return the table that ``list`` prints at Unix time ``now``."""
+def runs_table(runs: Sequence[RunView], now: float, console: Console) -> Table:
+    """Return the table that ``list`` prints at Unix time ``now``; run, state and steps are always in
+    it."""
     from api.terminal.live import STATE_STYLES
     from api.terminal.numbers import number
 
     columns = ("run", "state", "steps", "reward", "took", "created", "owner")
-    run_table = table(*columns, right=("steps", "reward", "took"), header_style="dim")
-    # ids are copied: they are not cut
-    run_table.columns[0].min_width = max((len(run.id) for run in runs), default=0)
+    rows = list[tuple[str | Text, ...]]()
     for run in runs:
         state = Text(
             f"queued {run.position}" if run.position else run.state,
             style=STATE_STYLES.get(run.state, ""),
         )
-        steps = f"{run.steps_done}/{run.steps}"
-        reward = number(run.reward, ".3f")
-        run_table.add_row(
-            run.id, state, steps, reward, _took(run, now), local_time(run.created), run.owner
+        rows.append(
+            (
+                run.id,
+                state,
+                f"{run.steps_done}/{run.steps}",
+                number(run.reward, ".3f"),
+                _took(run, now),
+                local_time(run.created),
+                run.owner,
+            )
         )
-    return run_table
+    leave = ("created", "took", "owner", "reward")
+    right = ("steps", "reward", "took")
+    return fitting_table(console, columns, rows, leave, right=right, header_style="dim")
 
 
 def run_table(run: RunView, now: float, stages: StagesView) -> Table:

@@ -14,7 +14,7 @@ import typer
 
 from api.cli.common.exit_codes import FAILED, NO_SERVICE
 from api.cli.common.options import IndexOption, JsonOption
-from api.cli.common.output import advised, local_time, print_json, refuse, table
+from api.cli.common.output import advised, fitting_table, local_time, print_json, refuse
 from api.cli.service.asking import ServerOption
 from api.client.credentials import DEFAULT_SERVER, KeyringError, find_token
 from api.terminal.screen import complain, safe_console, write
@@ -128,11 +128,19 @@ def list_(
     stored_tokens = _with_tokens(data, index, lambda tokens: tokens.list())
     if as_json:
         return print_json([asdict(token) for token in stored_tokens])
-    token_table = table("id", "name", "scope", "created", "expires")
-    for token in stored_tokens:
-        expires = local_time(token.expires, "never")
-        token_table.add_row(token.id, token.name, token.scope, local_time(token.created), expires)
-    safe_console().print(token_table)
+    columns = ("id", "name", "scope", "created", "expires")
+    rows = [
+        (
+            each.id,
+            each.name,
+            each.scope,
+            local_time(each.created),
+            local_time(each.expires, "never"),
+        )
+        for each in stored_tokens
+    ]
+    console = safe_console()
+    console.print(fitting_table(console, columns, rows, ("created",)))
 
 
 @token_app.command()
