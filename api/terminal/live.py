@@ -45,6 +45,7 @@ STATE_STYLES = {
     "stopped": "bold yellow",
 }
 WIDE = 100  # columns from which a wider table is shown
+NARROW = 72  # below, one column of figures and no bars
 STARTING = "starting the workers (the first start of a model takes a while)"
 
 
@@ -166,7 +167,8 @@ def _header(progress: Progress) -> RenderableType:
 
 
 def _learning(progress: Progress, width: int) -> RenderableType:
-    """Return two columns of pairs: learning on the left, the flow of samples on the right."""
+    """Return two columns of pairs: learning on the left, the flow of samples on the right; one below
+    the other where it is narrow."""
     step = progress.last
     measured = step.metrics if step else {}
     rate = number(measured.get("learning_rate"), ".2g")
@@ -204,11 +206,16 @@ def _learning(progress: Progress, width: int) -> RenderableType:
     ]
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis", min_width=40 if width >= WIDE else 26)
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    for (a, b), (c, d) in zip(left_rows, right_rows, strict=True):
-        grid.add_row(a, b, c, d)
+    if width < NARROW:
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for pair in (*left_rows, *right_rows):
+            grid.add_row(*pair)
+    else:
+        grid.add_column(no_wrap=True, overflow="ellipsis", min_width=40 if width >= WIDE else 26)
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for left, right in zip(left_rows, right_rows, strict=True):
+            grid.add_row(*left, *right)
     return Panel(grid, box=box.ROUNDED, border_style="dim", padding=(0, 1))
 
 
@@ -278,9 +285,10 @@ def _swap(progress: Progress) -> Text:
 def _stages(progress: Progress, width: int) -> RenderableType:
     wide = width >= WIDE
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    bar = 36 if wide else 18
+    bar = 36 if wide else 18 if width >= NARROW else 0
+    bars = ("where its time goes",) if bar else ()
     names = ("busy", "input", "room", "other") if wide else ("busy", "input")
-    for name in ("stage", "queue", "held", "where its time goes", *names, "rows/s", "tokens/s"):
+    for name in ("stage", "queue", "held", *bars, *names, "rows/s", "tokens/s"):
         least = {"stage": 11, "where its time goes": bar}.get(name)
         table.add_column(name, justify="left" if least else "right", min_width=least, no_wrap=True)
     for name, worker in progress.workers.items():
@@ -289,13 +297,13 @@ def _stages(progress: Progress, width: int) -> RenderableType:
             name,
             str(worker.latest.queue_depth),
             str(worker.latest.in_flight),
-            share_bar(parts, bar),
+            *([share_bar(parts, bar)] if bar else []),
             *[percent(parts[part]) for part in SHARES][: len(names)],
             number(worker.rate("rows"), ".1f"),
             number(worker.rate("tokens"), ",.0f"),
         )
     legend = Text(" ")
-    for name in SHARES:
+    for name in SHARES if bar else ():
         glyph, style = GLYPHS[name]
         legend.append(glyph * 2, style=style)
         legend.append(f" {WORDS[name]}   ", style="dim")
