@@ -125,7 +125,7 @@ class FolderRuns(Registry):
     def _by_id(self) -> dict[str, Path]:
         """Return the runs' folders by their ids."""
         ids = dict[str, Path]()
-        for folder in dict.fromkeys(found for each in self._folders for found in _runs_in(each)):
+        for folder in dict.fromkeys(found for each in self._folders for found in runs_in(each)):
             run = name_of(folder.name)
             if run in ids:  # two folders of one name
                 run = f"{run}-{uuid.uuid5(uuid.NAMESPACE_URL, str(folder)).hex[:4]}"
@@ -181,7 +181,7 @@ class FolderRuns(Registry):
         self._opened[run] = _Opened(link, max(newest)[1] if newest else run, server)
 
 
-def _runs_in(folder: Path) -> Iterator[Path]:
+def runs_in(folder: Path) -> Iterator[Path]:
     """Yield the run that ``folder`` is, or those in it."""
     if (folder / RECIPE).is_file():
         yield folder.resolve()

@@ -20,7 +20,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from api.cli.common.exit_codes import FAILED, NO_READER, OF_STATE
+from api.cli.common.exit_codes import NO_READER, OF_STATE
 from api.cli.common.options import (
     EventsOption,
     FromOption,
@@ -30,12 +30,14 @@ from api.cli.common.options import (
 )
 from api.cli.common.output import advised, fitting_table, local_time, print_json, refuse
 from api.cli.common.recipe_files import complete_path
+from api.cli.folder.keeping import archive, confirm, delete_folder, disk
 from api.cli.service.asking import (
     ServerOption,
     ask,
     ask_for_completion,
     ask_here,
     is_loopback,
+    is_run_folder,
     newest_runs,
 )
 from api.client.credentials import DEFAULT_SERVER, TOKEN_VARIABLE, KeyringError, forget, remember
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 WATCH_PATIENCE = 300.0  # seconds for which a view survives a service that does not answer
 
 runs_app = typer.Typer(help="Start, stop and watch the runs of a service.", no_args_is_help=True)
+runs_app.command()(archive)
+runs_app.command()(disk)
 
 
 def _complete_run(ctx: typer.Context, incomplete: str) -> Iterator[tuple[str, str]]:
@@ -319,16 +323,20 @@ def samples(
 @runs_app.command()
 def delete(
     run: RunArgument,
+    old_checkpoints: Annotated[
+        bool,
+        typer.Option("--old-checkpoints", help="Only checkpoints but the newest; of a folder."),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: JsonOption = False,
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Remove an ended run, its data and its files, for good."""
-    if not yes:
-        if not sys.stdin.isatty():
-            refuse("delete: there is no terminal to ask for confirmation; add --yes")
-        if not typer.confirm(f"Remove {run} with its checkpoints and logs, for good?", err=True):
-            refuse("Nothing was removed.", FAILED)
+    if is_run_folder(run):
+        return delete_folder(run, old_checkpoints=old_checkpoints, yes=yes, as_json=as_json)
+    if old_checkpoints:
+        refuse("--old-checkpoints: is for runs in folders; give the run's folder")
+    confirm(f"Remove {run} with its checkpoints and logs, for good?", yes=yes)
     ask(server, lambda client: client.delete(run), run)
     print_json({"deleted": run}) if as_json else complain(f"Removed {run}.")
 
