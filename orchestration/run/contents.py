@@ -13,6 +13,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from orchestration.disk import replacing
 from orchestration.state.lock import LOCK, RunError, lock_run
@@ -35,8 +36,8 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def spare(folder: Path) -> list[Path]:
-    """Return what is in the folder of checkpoints beside the newest one: older ones, those that were
-    set aside, and what kills have left."""
+    """Return what is in the folder of checkpoints beside the newest one: older ones, those that
+    were set aside, and what kills have left."""
     saved = folder / CHECKPOINTS
     paths = sorted(saved.iterdir()) if saved.is_dir() else []
     newest = max((path for path in paths if STEP.fullmatch(path.name)), default=None)
@@ -52,19 +53,28 @@ def archive(folder: Path, target: Path) -> None:
     form = next((form for end, form in FORMS.items() if target.name.endswith(end)), None)
     if target.exists() or (form is None and ".tar" in target.name):
         raise RunError(
-            f"to: {target} is there already, or has no known form; give a new folder, or a new file "
-            f"whose name ends with {', '.join(FORMS)}"
+            f"to: {target} is there already, or has no known form; give a new folder, or a new "
+            f"file whose name ends with {', '.join(FORMS)}"
         )
+
+    def ignore(where: str, names: Sequence[str]) -> list[str]:
+        return [name for name in names if Path(where, name) in left_out]
+
+    def member(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if folder.parent / info.name in left_out else info
+
     with lock_run(folder):
         if form is None:
-            leave = lambda where, names: [n for n in names if Path(where, n) in left_out]  # noqa: E731
-            shutil.copytree(folder, target, symlinks=True, ignore=leave)
+            partial = target.with_name(f".{target.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(folder, partial, symlinks=True, ignore=ignore)
+            partial.rename(target)
             return
         need = sum(map(_bytes, set(folder.iterdir()) - left_out))
-        with replacing(target, need) as partial, tarfile.open(partial, f"w:{form}") as file:  # type: ignore[call-overload]
+        mode: Any = f"w:{form}"
+        with replacing(target, need) as partial, tarfile.open(partial, mode) as file:
             partial.chmod(0o600)  # as the recipe in it
-            leave_out = lambda info: None if folder.parent / info.name in left_out else info  # noqa: E731
-            file.add(folder, folder.name, filter=leave_out)
+            file.add(folder, folder.name, filter=member)
 
 
 def remove(folder: Path, parts: Sequence[Path]) -> None:

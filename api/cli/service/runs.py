@@ -30,7 +30,6 @@ from api.cli.common.options import (
 )
 from api.cli.common.output import advised, fitting_table, local_time, print_json, refuse
 from api.cli.common.recipe_files import complete_path
-from api.cli.folder.keeping import archive, confirm, delete_folder, disk
 from api.cli.service.asking import (
     ServerOption,
     ask,
@@ -40,6 +39,7 @@ from api.cli.service.asking import (
     is_run_folder,
     newest_runs,
 )
+from api.cli.service.keeping import archive, confirm, delete_folder, disk
 from api.client.credentials import DEFAULT_SERVER, TOKEN_VARIABLE, KeyringError, forget, remember
 from api.terminal.screen import complain, pairs_table, safe_console, write
 from orchestration.escapes import escaped
