@@ -309,7 +309,7 @@ class Progress(RunTotals):
 
     @property
     def steps_done(self) -> int:
-        return self.last.version if self.last else 0
+        return self.last.step if self.last else 0
 
     @property
     def elapsed(self) -> float:

@@ -424,7 +424,7 @@ async def _view(service: Service, record: RunRecord) -> RunView:
     return RunView(
         **facts,
         steps=int(record.recipe["train"]["steps"]),
-        steps_done=step.version if step else 0,
+        steps_done=step.step if step else 0,
         reward=step.reward_mean if step else None,
         devices=_devices(json.dumps(record.recipe)),
     )

@@ -88,7 +88,7 @@ async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_
     assert {row["reward"] > 1e30 for row in rows if row["prompt"] == scores.BAD} >= {True}
     for row in rows:
         assert len(row["rollout_logprobs"]) == len(row["response_ids"]) == row["tokens"]
-        assert row["versions"] == [[skips[0], row["tokens"]]]
+        assert row["versions"] == [[skips[0] - 1, row["tokens"]]]
     assert_nothing_left(watched.run)
 
 

@@ -386,7 +386,7 @@ async def test_samples_are_found_by_step_reward_and_staleness(
     key = f"{run.registry._index.prefix}run:{run.record.id}"
     await run.registry._index._redis.hset(key, "folder", str(tmp_path))
     book = SampleLog(tmp_path / FOLDER, 1 << 20)
-    for number in range(3):
+    for number in range(1, 4):
         texts = {
             "prompt": "2 + 2?",
             "response": "4",
@@ -395,8 +395,8 @@ async def test_samples_are_found_by_step_reward_and_staleness(
         }
         rest = {
             "advantage": -0.5,
-            "versions": [[number, 2]],
-            "staleness": number,
+            "versions": [[0, 2]],
+            "staleness": number - 1,
             "truncated": False,
         }
         places = [
@@ -410,15 +410,15 @@ async def test_samples_are_found_by_step_reward_and_staleness(
         assert answer["next"] == ""
         return [(sample["step"], sample["place"]) for sample in answer["samples"]]
 
-    assert await found() == [(number, place) for number in (2, 1, 0) for place in range(4)]
-    assert await found(step=1) == [(1, place) for place in range(4)]
-    assert await found(reward_min=0.6, staleness_min=1) == [(2, 3), (1, 3)]
-    assert await found(reward_max=0.1, step=0) == [(0, 0)]
+    assert await found() == [(number, place) for number in (3, 2, 1) for place in range(4)]
+    assert await found(step=2) == [(2, place) for place in range(4)]
+    assert await found(reward_min=0.6, staleness_min=1) == [(3, 3), (2, 3)]
+    assert await found(reward_max=0.1, step=1) == [(1, 0)]
     first = await (await client.get(f"{run.path}/samples", params={"limit": 5})).json()
     assert first["samples"][0] == {
         **{
-            "step": 2,
-            "group": 2,
+            "step": 3,
+            "group": 3,
             "place": 0,
             "prompt": "2 + 2?",
             "response": "4",
@@ -428,7 +428,7 @@ async def test_samples_are_found_by_step_reward_and_staleness(
         **{
             "rewards": {"arithmetic": 1.0, "brevity": None},
             "tokens": 2,
-            "versions": [[2, 2]],
+            "versions": [[0, 2]],
             "segments": [],
             "ending": "",
             "staleness": 2,
@@ -436,24 +436,24 @@ async def test_samples_are_found_by_step_reward_and_staleness(
         **{"truncated": False, "failed": []},
     }
     assert await found(after=first["next"]) == [
-        (1, 1),
-        (1, 2),
-        (1, 3),
-        *((0, place) for place in range(4)),
+        (2, 1),
+        (2, 2),
+        (2, 3),
+        *((1, place) for place in range(4)),
     ]
     assert (await problem(await client.get(f"{run.path}/samples", params={"after": "x:y"}), 400))[
         "fix"
     ]
     without = {
-        "step": 3,
-        "group": 3,
+        "step": 4,
+        "group": 4,
         "place": 0,
         "reward": None,
         "failed": ["arithmetic"],
     }  # as in a run without rewards
     book.add([without | texts | rest])
-    assert await found(step=3) == [(3, 0)]
-    assert await found(step=3, reward_min=-9) == await found(step=3, reward_max=9) == []
+    assert await found(step=4) == [(4, 0)]
+    assert await found(step=4, reward_min=-9) == await found(step=4, reward_max=9) == []
 
 
 # ── trace ──

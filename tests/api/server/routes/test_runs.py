@@ -466,7 +466,7 @@ async def test_the_newest_step_is_told_of_a_run(
         await registry.end(held.record.id, held.token, "stopped", "in the way")
     index = Index(index_url, run)
     for step in range(3):
-        await index.emit(AnyEvent(kind="step", data={"step": step, "reward_mean": step / 4}))
+        await index.emit(AnyEvent(kind="step", data={"step": step + 1, "reward_mean": step / 4}))
     for _ in range(5):
         await index.emit(AnyEvent(kind="stage", data={"stage": "update", "worker": "update-0"}))
     answer = await (await client.get(f"/v1/runs/{run}")).json()
