@@ -77,7 +77,7 @@ async def test_a_rollout_process_that_hangs_is_named_ended_and_its_samples_are_m
         result = await work
     assert result.state == "finished", result.reason
     assert [wait.who.split()[0] for wait in chain] == ["step", "stage", "rollout-0"]
-    group = int(chain[0].what.split()[1])  # groups are trained in order
+    group = int(chain[0].on.split()[1])  # groups are trained in order
     assert chain[0].who == f"step {group // of.train.groups_per_step + 1}"
     assert chain[-1].seconds is not None
     beats = SILENT_BEATS * of.launch.beat_seconds
