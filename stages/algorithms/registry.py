@@ -21,18 +21,28 @@ _GRADIENT = "stages.algorithms.policy_gradient"
 _SUPERVISED = "stages.algorithms.supervised"
 # name → its class, which is imported when a recipe names it
 ALGORITHMS = {
+    "aipo": f"{_GRADIENT}.grpo:AIPO",
+    "best_of_n": f"{_SUPERVISED}.sft:BestOfN",
     "cispo": f"{_GRADIENT}.grpo:CISPO",
+    "clip_cov": f"{_GRADIENT}.selected:ClipCov",
     "dapo": f"{_GRADIENT}.grpo:DAPO",
     "distillation": f"{_GRADIENT}.distillation:Distillation",
     "dpo": f"{_SUPERVISED}.dpo:DPO",
     "dr_grpo": f"{_GRADIENT}.grpo:DrGRPO",
+    "gdpo": f"{_GRADIENT}.grpo:GDPO",
     "grpo": f"{_GRADIENT}.grpo:GRPO",
     "gspo": f"{_GRADIENT}.grpo:GSPO",
+    "kl_cov": f"{_GRADIENT}.selected:KLCov",
+    "kto": f"{_SUPERVISED}.kto:KTO",
+    "m2po": f"{_GRADIENT}.selected:M2PO",
+    "orpo": f"{_SUPERVISED}.simpo:ORPO",
     "pf_ppo": f"{_GRADIENT}.ppo:PFPPO",
     "ppo": f"{_GRADIENT}.ppo:PPO",
     "reinforce_pp": f"{_GRADIENT}.reinforce_pp:ReinforcePlusPlus",
     "rloo": f"{_GRADIENT}.grpo:RLOO",
+    "sapo": f"{_GRADIENT}.grpo:SAPO",
     "sft": f"{_SUPERVISED}.sft:SFT",
+    "simpo": f"{_SUPERVISED}.simpo:SimPO",
 }
 
 

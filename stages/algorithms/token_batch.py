@@ -41,7 +41,7 @@ class TokenBatch:
     group: torch.Tensor | None = None
     # float32 [T], the column row_weight at each token, where a stage makes one
     weight: torch.Tensor | None = None
-    # float32 [T], nats, of the policy at each token, without gradient; torch engines
+    # float32 [T], nats, of the policy at each token, with gradient; torch engines
     entropy: torch.Tensor | None = None
     # float32 [T], with gradient, of the value head, where the algorithm has one
     values: torch.Tensor | None = None

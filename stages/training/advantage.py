@@ -233,7 +233,8 @@ def _credit(
         if how == "train":
             return columns
         if rows_alone:
-            return {**columns, ROW_MASK: ~torch.tensor(truncated)}
+            uncut = ~torch.tensor(truncated)
+            return {**columns, ROW_MASK: columns.get(ROW_MASK, uncut) & uncut}
         # a credit may make one too
         mask = columns.get(MASK) or [torch.ones(n, dtype=torch.bool) for n in tokens]
         return {

@@ -113,3 +113,8 @@ class RewardSection(Section):
         0.25,
         "The run fails when a function fails on more than this share of its last 256 responses.",
     )
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of the functions, in their order."""
+        return tuple(function.weight for function in self.functions) or (1.0,)

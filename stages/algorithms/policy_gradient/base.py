@@ -111,6 +111,19 @@ class PolicyGradient(Algorithm):
         "`correction` are. The weight is of single tokens, or with `ratio_level` = "
         "`sequence` of the response.",
     )
+    off_policy_mask: float | None = Field(
+        default=None,
+        ge=0,
+        description="Responses with a negative advantage are left out of the loss where the mean of "
+        "log(rollout / current) over their tokens is above this (DeepSeek-V3.2, arXiv 2512.02556, "
+        "section 3.1): what the policy has moved away from teaches it nothing safe. Default: none.",
+    )
+    entropy_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the policy's entropy (nats), whose mean over tokens is subtracted "
+        "from the loss: above 0 the policy is held from becoming certain.",
+    )
     loss_normalization: Literal["token", "sequence", "constant"] = Field(
         default="token",
         description="`token`: every token of the batch weighs the same (DAPO). `sequence`: mean "
@@ -226,6 +239,9 @@ class PolicyGradient(Algorithm):
             weight, mask = weights(centre - rollout, tokens, *bounds)
             means |= {"weight_mean": weight, "mask_fraction": (~mask).to(ratio.dtype)}
             per_token = per_token * (mask if proximal is rollout else weight * mask)
+        if self.off_policy_mask is not None:
+            per_token = per_token * (stays := self._near_policy(tokens))
+            means["off_policy_fraction"] = (~stays).to(ratio.dtype)
         if self.kl_coef:
             per_token = per_token + self.kl_coef * self._kl(tokens)
             means["kl_reference"] = k3(tokens)
@@ -233,7 +249,20 @@ class PolicyGradient(Algorithm):
             name: value.detach().sum() / tokens.total_tokens for name, value in means.items()
         }
         metrics["max_ratio"] = away.detach().max()
-        return LossOutput(self._mean(per_token, tokens), metrics)
+        loss = self._mean(per_token, tokens)
+        if self.entropy_coef:
+            if tokens.entropy is None:
+                raise ValueError("entropy_coef: this train engine computes no entropy")
+            loss = loss - self.entropy_coef * tokens.mean(tokens.entropy)
+        return LossOutput(loss, metrics)
+
+    def _near_policy(self, tokens: TokenBatch) -> torch.Tensor:
+        """Return bool [T], the tokens of responses that :attr:`off_policy_mask` leaves in the
+        loss."""
+        away = tokens.over_sequences(
+            tokens["rollout_logprobs"] - tokens.logprobs.detach(), mean=True
+        )
+        return (tokens["advantage"] >= 0) | (away <= self.off_policy_mask)
 
     def _kl(self, tokens: TokenBatch) -> torch.Tensor:
         """Return what is added to each token's loss [T], before ``kl_coef``."""

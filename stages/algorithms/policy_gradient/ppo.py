@@ -43,10 +43,19 @@ class ValueLearner(Algorithm):
         le=1,
         description="λ of GAE (Eq. 16): 0 trusts the critic, 1 the rewards alone.",
     )
+    critic_lambda: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="λ of the returns that the critic learns (decoupled GAE, VC-PPO, arXiv "
+        "2503.01491, section 3.2): with 1 it learns from the rewards themselves, which reach the "
+        "first tokens of long responses. Default: `gae_lambda`.",
+    )
     value_clip: float = Field(
         default=0.2,
-        gt=0,
-        description="A value gains nothing farther than this from the one before the step.",
+        ge=0,
+        description="A value gains nothing farther than this from the one before the step. 0: no "
+        "clip.",
     )
     kl_reward: float = Field(
         default=0.0,
@@ -75,21 +84,28 @@ class ValueLearner(Algorithm):
         following = values.roll(-1)
         following[last] = 0
         errors = rewards + self.gamma * following - values
+        critic_lambda = self.gae_lambda if self.critic_lambda is None else self.critic_lambda
+        lambdas = dict.fromkeys((self.gae_lambda, critic_lambda))
+        decay = errors.new_tensor([self.gamma * each for each in lambdas])[:, None]
+        sums = errors.repeat(len(lambdas), 1)  # [1 or 2, T]
         # backwards, all responses at once
         for place in range(max(counts.tolist(), default=0) - 2, -1, -1):
             now = (last - counts + 1 + place)[counts > place + 1]
-            errors[now] += self.gamma * self.gae_lambda * errors[now + 1]
-        advantage = values.new_zeros(len(at))
-        advantage[at] = errors
-        return advantage, advantage + batch["values"]
+            sums[:, now] += decay * sums[:, now + 1]
+        of_tokens = values.new_zeros(len(sums), len(at))
+        of_tokens[:, at] = sums
+        return of_tokens[0], of_tokens[-1] + batch["values"]
 
     def value_errors(self, now: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
         """Return half the squared errors [T] of the values ``now``: the larger of the plain and the
         clipped one."""
         returns = tokens["returns"]
+        errors = (now - returns).square()
+        if not self.value_clip:
+            return errors / 2
         before = tokens["values"]
         near = before + (now - before).clamp(-self.value_clip, self.value_clip)
-        return (now - returns).square().maximum((near - returns).square()) / 2
+        return errors.maximum((near - returns).square()) / 2
 
     def value_metrics(self, tokens: TokenBatch) -> dict[str, torch.Tensor]:
         """Return the sums from which :meth:`explained` computes, as means over the mini-batch's

@@ -52,6 +52,12 @@ class DPO(Algorithm):
         lt=0.5,
         description="Share of the pairs that are taken to be the wrong way round (`sigmoid`).",
     )
+    length_normalized: bool = Field(
+        default=False,
+        description="Compare the mean log-ratio of a response's tokens instead of their sum "
+        "(`sigmoid`; TRL's `sigmoid_norm`), so that long responses weigh no more; `beta` is then "
+        "usually 2 to 10.",
+    )
     pairs: Literal["best_worst", "all"] = Field(
         default="best_worst",
         description="Of a group: the response with the highest reward against that with the "
@@ -81,12 +87,10 @@ class DPO(Algorithm):
         preference[trained[int(compared.argmin())]] = -1.0
         return {"preference": preference}
 
-    def loss(self, tokens: TokenBatch) -> LossOutput:
-        """Return the mean over groups of each group's mean over pairs.
-
-        A response without a trained token is in no pair.
-        """
-        ratio = tokens.row_sums(tokens.logprobs - tokens["ref_logprobs"])  # [R]
+    def pairs_of(self, tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return int64 [P], the rows that are preferred, int64 [P], those that they are preferred
+        to, and the weight [P] of each pair: of a group all together 1, over the mini-batch's
+        groups."""
         preference = tokens.rows["preference"]
         group = tokens.group
         assert group is not None
@@ -96,19 +100,29 @@ class DPO(Algorithm):
         trained = tokens.row_tokens > 0
         comparable = (group[:, None] == group[None]) & trained[:, None] & trained[None]
         chosen, rejected = (better & comparable).nonzero().unbind(1)
-        of_group = group.new_zeros(len(ratio)).index_add(
+        of_group = group.new_zeros(len(preference)).index_add(
             0, group[chosen], group.new_ones(len(chosen))
         )
         weight = 1 / (of_group[group[chosen]] * tokens.total_groups)
-        difference = ratio[chosen] - ratio[rejected]
+        return chosen, rejected, weight
+
+    def loss(self, tokens: TokenBatch) -> LossOutput:
+        """Return the mean over groups of each group's mean over pairs.
+
+        A response without a trained token is in no pair.
+        """
+        ratio = tokens.row_sums(tokens.logprobs - tokens["ref_logprobs"])  # [R]
+        per_token = ratio / tokens.row_tokens.clamp(min=1)
+        compared = per_token if self.length_normalized else ratio
+        chosen, rejected, weight = self.pairs_of(tokens)
+        difference = compared[chosen] - compared[rejected]
         if self.loss_type == "ipo":
-            per_token = ratio / tokens.row_tokens.clamp(min=1)
             losses = (per_token[chosen] - per_token[rejected] - 1 / (2 * self.beta)).square()
         else:
             logits = self.beta * difference - self.margin
-            losses = (1 - self.label_smoothing) * _softplus(
+            losses = (1 - self.label_smoothing) * softplus(
                 -logits
-            ) + self.label_smoothing * _softplus(logits)
+            ) + self.label_smoothing * softplus(logits)
         means = {
             "preference_accuracy": (difference > 0).to(weight.dtype),
             "reward_margin": self.beta * difference,
@@ -118,6 +132,6 @@ class DPO(Algorithm):
         return LossOutput((losses * weight).sum(), metrics)
 
 
-def _softplus(x: torch.Tensor) -> torch.Tensor:
+def softplus(x: torch.Tensor) -> torch.Tensor:
     """Return ``log(1 + exp(x))``, which is minus the log of the sigmoid of -x."""
     return x.clamp(min=0) + (-x.abs()).exp().log1p()

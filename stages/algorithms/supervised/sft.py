@@ -1,12 +1,17 @@
-"""Supervised fine-tuning: the cross-entropy of given responses."""
+"""Supervised fine-tuning: the cross-entropy of given responses, or of the best of those that the
+policy has generated."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from stages.algorithms.interface import Algorithm, LossOutput
 from stages.algorithms.token_batch import TokenBatch
-from stages.flow.declarations import Columns
+from stages.flow.catalogue import OPTIONAL, ROW_MASK
+from stages.flow.declarations import Columns, Drop
 
 
 class SFT(Algorithm):
@@ -22,3 +27,29 @@ class SFT(Algorithm):
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
         return LossOutput(tokens.mean(-tokens.logprobs))
+
+
+class BestOfN(SFT):
+    """Fine-tuning on the best responses of each group, by reward.
+
+    With ``best`` = 1 it is best-of-n distillation into the policy itself; with ``least_reward``
+    alone it is rejection-sampling fine-tuning (RAFT, arXiv 2304.06767).
+    """
+
+    name: ClassVar[str] = "best_of_n"
+    credit_makes: ClassVar[Columns] = {ROW_MASK: OPTIONAL[ROW_MASK]}
+
+    best: int | None = Field(
+        default=1, ge=1, description="Responses of a group that are trained. Default: 1."
+    )
+    least_reward: float | None = Field(
+        default=None, description="Responses below it are not trained. Default: none."
+    )
+
+    def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
+        """Return which responses are trained. Of equal rewards the first are."""
+        rewards = group["reward"].float()
+        is_trained = rewards >= (-float("inf") if self.least_reward is None else self.least_reward)
+        order = rewards.argsort(descending=True, stable=True)
+        is_trained[order[self.best or len(order) :]] = False
+        return {ROW_MASK: is_trained} if bool(is_trained.any()) else Drop("no good response")

@@ -133,7 +133,8 @@ class TrainingStep:
             )
             output = algorithm.loss(tokens)
             measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
-            measured["entropy"] = tokens.entropy.sum() / totals["total_tokens"]  # type: ignore[union-attr]
+            of_tokens = tokens.entropy.detach()  # type: ignore[union-attr]
+            measured["entropy"] = of_tokens.sum() / totals["total_tokens"]
             _add(sums, measured)
             return output.loss
 

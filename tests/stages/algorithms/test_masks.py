@@ -15,16 +15,17 @@ from tensordict import TensorDict
 from pipeline.data.columns import Packed
 from stages.algorithms import Algorithm, Drop, TokenBatch, build_algorithm
 from stages.algorithms.batch import TrainBatch
-from stages.algorithms.policy_gradient.base import PROXIMAL
+from stages.algorithms.policy_gradient.base import PROXIMAL, PolicyGradient
 from stages.algorithms.registry import built_in
 from stages.algorithms.supervised.dpo import DPO
+from stages.algorithms.supervised.kto import NOW
 from stages.engines.torch.train import TorchTrainEngine
 from stages.flow.catalogue import AGE, TOKEN_STALENESS
 from stages.training.token_versions import staleness_of
 from tests.batches import make_batch, stack, unstack
 from tests.stages.engines.torch.test_train import engine_of, tiny_llama
 
-RAGGED = ("rollout_logprobs", "ref_logprobs", PROXIMAL, "values", "now", "entropy")
+RAGGED = ("rollout_logprobs", "ref_logprobs", PROXIMAL, NOW, "values", "now", "entropy")
 
 
 def rows_of(seed: int, lengths: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -48,7 +49,7 @@ def measured(algorithm: Algorithm, batch: TensorDict) -> dict[str, float]:
     """The loss of the whole batch as one micro-batch, its gradient's norm, and all metrics."""
     scored = [
         name
-        for name in (PROXIMAL, "values")
+        for name in (PROXIMAL, NOW, "values")
         if name in algorithm.loss_reads and name in algorithm.scores
     ]
     train_batch = TrainBatch(
@@ -82,7 +83,9 @@ def measured(algorithm: Algorithm, batch: TensorDict) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", [name for name in built_in() if name != "dpo"])
+@pytest.mark.parametrize(
+    "name", [name for name, algorithm in built_in().items() if not issubclass(algorithm, DPO)]
+)
 @settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
@@ -95,7 +98,7 @@ def test_a_batch_with_tokens_left_out_is_the_batch_without_them(
 ) -> None:
     rng = random.Random(seed)
     options: dict[str, Any] = {}
-    if name != "sft":
+    if issubclass(built_in()[name], PolicyGradient):
         options = {
             "ratio_level": level,
             "correction_level": level,

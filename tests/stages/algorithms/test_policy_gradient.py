@@ -7,6 +7,7 @@ import math
 import random
 from collections import defaultdict
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 
 from stages.algorithms import Algorithm, Drop, TokenBatch, build_algorithm
 from stages.algorithms.policy_gradient.base import PROXIMAL, PolicyGradient
+from stages.algorithms.policy_gradient.grpo import SAPO
+from stages.algorithms.policy_gradient.selected import KLCov
 from stages.algorithms.registry import built_in
 from stages.algorithms.token_batch import MOST_LOG_RATIO
 from stages.flow.catalogue import TOKEN_STALENESS
@@ -43,6 +46,7 @@ def random_rows(seed: int, rows: int, spread: float) -> list[Row]:
                 "advantage": advantage,
                 "staleness": staleness,
                 "weight": rng.uniform(0, 2),
+                "selected": float(rng.random() < 0.5),
             }
         )
     return made
@@ -66,6 +70,7 @@ def pack(rows: list[Row], algorithm: Algorithm, total_rows: int, total_tokens: i
         PROXIMAL: flat("proximal"),
     }
     columns |= {"advantage": single("advantage"), TOKEN_STALENESS: flat("staleness").long()}
+    columns["selected"] = single("selected")
     columns |= {
         name: torch.zeros_like(columns["advantage"]) for name in ("values", "returns", "reward")
     }
@@ -108,7 +113,7 @@ def reference(algorithm: PolicyGradient, rows: list[Row], now: list[list[float]]
         rollout = row["rollout"]
         proximal = row["rollout"]
         if a.proximal == "recomputed":
-            proximal = row["proximal"] if a.epochs * a.mini_batches > 1 else row["now"]
+            proximal = row["proximal"] if PROXIMAL in a.loss_reads else row["now"]
         elif a.proximal == "interpolated":
             parts = [1 / steps if steps else 0.0 for steps in row["staleness"]]
             proximal = [
@@ -130,12 +135,23 @@ def reference(algorithm: PolicyGradient, rows: list[Row], now: list[list[float]]
         for n, ratio, frozen, ref, weight, away in zip(
             logprobs, ratios, held, row["ref"], map(math.exp, logs), aways, strict=True
         ):
-            if a.name == "cispo":
+            if a.name in ("cispo", "aipo"):
                 gain = min(math.exp(frozen), 1 + a.clip_high) * row["advantage"] * n
+            elif a.name == "sapo":
+                assert isinstance(a, SAPO)
+                steep = a.gate_positive if row["advantage"] > 0 else a.gate_negative
+                gain = 4 / steep / (1 + math.exp(-steep * (ratio - 1))) * row["advantage"]
+            elif a.name == "m2po":
+                gain = row["selected"] * ratio * row["advantage"]
+            elif a.name == "kl_cov":
+                assert isinstance(a, KLCov)
+                gain = ratio * row["advantage"]
+                gain -= a.cov_penalty * row["selected"] * abs(math.log(ratio))
             else:
                 capped = ratio if a.max_ratio is None else min(ratio, a.max_ratio)
                 clipped = max(1 - a.clip_low, min(1 + a.clip_high, ratio))
                 gain = min(capped * row["advantage"], clipped * row["advantage"])
+                gain *= a.name != "clip_cov" or not row["selected"]
             inside = a.weight_low <= weight <= a.weight_high
             factor = {"none": 1.0, "truncate": min(weight, a.weight_high), "mask": weight * inside}[
                 a.correction
@@ -143,6 +159,9 @@ def reference(algorithm: PolicyGradient, rows: list[Row], now: list[list[float]]
             loss = -gain * (
                 float(inside) if a.correction == "mask" and a.proximal == "rollout" else factor
             )
+            if a.off_policy_mask is not None:
+                drift = [r - n for r, n in zip(rollout, row["now"], strict=True)]
+                loss *= row["advantage"] >= 0 or sum(drift) / len(drift) <= a.off_policy_mask
             if a.kl_coef:
                 k3 = math.exp(ref - n) - (ref - n) - 1
                 loss += a.kl_coef * k3 * (away if a.kl_weighted else 1.0)
@@ -176,6 +195,7 @@ options = st.fixed_dictionaries(
         "kl_coef": st.sampled_from([0.0, 0.3]),
         "kl_weighted": st.booleans(),
         "max_ratio": st.sampled_from([None, 1.5]),
+        "off_policy_mask": st.sampled_from([None, 0.01]),
         "mini_batches": st.sampled_from([1, 2]),
         "response_tokens": st.just(1024),
     }
@@ -363,6 +383,9 @@ TRL_CASES = [
     ),
     ("cispo", {}, {"loss_type": "cispo", "epsilon_high": 5.0}),
     ("rloo", {}, {}),
+    ("sapo", {}, {"loss_type": "sapo"}),
+    ("grpo", {"off_policy_mask": 0.02}, {"loss_type": "bnpo", "off_policy_mask": 0.02}),
+    ("grpo", {"entropy_coef": 0.3}, {"loss_type": "bnpo", "entropy_coef": 0.3}),
 ]
 
 
@@ -375,6 +398,7 @@ def test_loss_and_gradient_are_those_of_trl(
     rows = [row | {"weight": 1.0} for row in random_rows(seed, rows=6, spread=0.3)]
     algorithm = build_algorithm(name, options)
     tokens = pack(rows, algorithm, 6, sum(len(row["now"]) for row in rows))
+    tokens = replace(tokens, entropy=tokens.logprobs.square())
     output = algorithm.loss(tokens)
     output.loss.backward()
 
@@ -392,21 +416,27 @@ def test_loss_and_gradient_are_those_of_trl(
         [row["now"] + [0.0] * (longest - len(row["now"])) for row in rows], dtype=torch.float64
     )
     now.requires_grad_()
+    entropies = now.square()
     wanted = {
         "loss_type": "grpo",
         "beta": 0.0,
         "level": "token",
         "delta": None,
         "bias_correction": False,
+        "off_policy_mask": None,
+        "entropy_coef": 0.0,
         **trl_options,
     }
     gathered = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1)
     trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (now, torch.zeros_like(mask), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (now, entropies, None),
         args=SimpleNamespace(
             use_bias_correction_kl=wanted["bias_correction"],
             delta=wanted["delta"],
             steps_per_generation=1,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            use_adaptive_entropy=False,
         ),
         epsilon_low=wanted.get("epsilon_low", 0.2),
         epsilon_high=wanted.get("epsilon_high", 0.2),
@@ -420,11 +450,12 @@ def test_loss_and_gradient_are_those_of_trl(
         _metrics=defaultdict(lambda: defaultdict(list)),
         maybe_activation_offload_context=nullcontext(),
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=wanted["off_policy_mask"],
+        get_off_policy_mask=trainers.GRPOTrainer.get_off_policy_mask,
         use_vllm=False,
         aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
-        entropy_coef=0.0,
+        _entropy_bonus_enabled=wanted["entropy_coef"] > 0,
+        entropy_coef=wanted["entropy_coef"],
     )
     inputs = {
         "prompt_ids": torch.zeros(6, 1, dtype=torch.int64),

@@ -47,12 +47,19 @@ def ragged(rows: list[list[float]]) -> torch.Tensor:
     seed=st.integers(0, 2**16),
     gamma=st.sampled_from([1.0, 0.9]),
     lam=st.sampled_from([0.0, 0.95, 1.0]),
+    critic_lam=st.sampled_from([None, 1.0, 0.5]),
     kl=st.sampled_from([0.0, 0.2]),
     whiten=st.booleans(),
     masked=st.booleans(),
 )
 def test_advantages_and_returns_are_those_of_the_formulas(
-    seed: int, gamma: float, lam: float, kl: float, whiten: bool, masked: bool
+    seed: int,
+    gamma: float,
+    lam: float,
+    critic_lam: float | None,
+    kl: float,
+    whiten: bool,
+    masked: bool,
 ) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(1, 6) for _ in range(5)]
@@ -77,7 +84,9 @@ def test_advantages_and_returns_are_those_of_the_formulas(
         },
         batch_size=[5],
     )
-    ppo = PPO(gamma=gamma, gae_lambda=lam, kl_reward=kl, whiten=whiten)
+    ppo = PPO(
+        gamma=gamma, gae_lambda=lam, critic_lambda=critic_lam, kl_reward=kl, whiten=whiten
+    )
     given_batch = TrainBatch(
         batch,
         ppo,
@@ -99,7 +108,8 @@ def test_advantages_and_returns_are_those_of_the_formulas(
         rewards[-1] += float(torch.tensor(last))  # float32, as the column
         found = gae(rewards, values, gamma, lam)
         advantages += found
-        returns += [a + v for a, v in zip(found, values, strict=True)]
+        of_critic = gae(rewards, values, gamma, lam if critic_lam is None else critic_lam)
+        returns += [a + v for a, v in zip(of_critic, values, strict=True)]
     if whiten:
         mean = sum(advantages) / len(advantages)
         std = (sum((a - mean) ** 2 for a in advantages) / len(advantages)) ** 0.5

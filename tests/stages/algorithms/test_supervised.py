@@ -12,9 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from stages.algorithms import Drop, TokenBatch, build_algorithm
+from stages.algorithms.batch import TrainBatch
 from stages.algorithms.supervised.dpo import DPO
+from stages.algorithms.supervised.kto import KTO, NOW
 
 Row = dict[str, Any]  # now, ref: a float a token; group, preference
 
@@ -77,11 +80,22 @@ def reference(algorithm: DPO, rows: list[Row], now: list[list[float]]) -> float:
                 if of[i][0]["preference"] == 1 and of[j][0]["preference"] == -1
             ]
         for i, j in pairs:
-            if algorithm.loss_type == "ipo":
+            means = [sum(of[at][1]) / len(of[at][1]) for at in (i, j)]
+            if algorithm.name == "orpo":
+                odds = [mean - math.log(1 - math.exp(mean)) for mean in means]
+                apart = odds[0] - odds[1]
+                loss = -means[0] + algorithm.beta * math.log(1 + math.exp(-apart))
+            elif algorithm.loss_type == "ipo":
                 gap = ratios[i] / len(of[i][1]) - ratios[j] / len(of[j][1])
                 loss = (gap - 1 / (2 * algorithm.beta)) ** 2
             else:
-                x = algorithm.beta * (ratios[i] - ratios[j]) - algorithm.margin
+                if algorithm.name == "simpo":
+                    gap = means[0] - means[1]
+                elif algorithm.length_normalized:
+                    gap = ratios[i] / len(of[i][1]) - ratios[j] / len(of[j][1])
+                else:
+                    gap = ratios[i] - ratios[j]
+                x = algorithm.beta * gap - algorithm.margin
                 smooth = algorithm.label_smoothing
                 loss = -(1 - smooth) * math.log(1 / (1 + math.exp(-x))) - smooth * math.log(
                     1 / (1 + math.exp(x))
@@ -90,8 +104,10 @@ def reference(algorithm: DPO, rows: list[Row], now: list[list[float]]) -> float:
     return total
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
+    name=st.sampled_from(["dpo", "simpo", "orpo"]),
+    normalized=st.booleans(),
     seed=st.integers(0, 2**16),
     loss_type=st.sampled_from(["sigmoid", "ipo"]),
     pairs=st.sampled_from(["best_worst", "all"]),
@@ -101,11 +117,21 @@ def reference(algorithm: DPO, rows: list[Row], now: list[list[float]]) -> float:
     smoothing=st.sampled_from([0.0, 0.2]),
 )
 def test_loss_and_gradient_are_those_of_the_formulas(
-    seed: int, loss_type: Any, pairs: Any, size: int, beta: float, margin: float, smoothing: float
+    name: str,
+    normalized: bool,
+    seed: int,
+    loss_type: Any,
+    pairs: Any,
+    size: int,
+    beta: float,
+    margin: float,
+    smoothing: float,
 ) -> None:
-    algorithm = DPO(
-        beta=beta, margin=margin, label_smoothing=smoothing, loss_type=loss_type, pairs=pairs
-    )
+    options = {"beta": beta, "margin": margin, "label_smoothing": smoothing, "pairs": pairs}
+    if name == "dpo":
+        options |= {"loss_type": loss_type, "length_normalized": normalized}
+    algorithm = build_algorithm(name, options)
+    assert isinstance(algorithm, DPO)
     rows = random_groups(seed, groups=3, size=size)
     if pairs == "best_worst":
         rows = [
@@ -149,7 +175,7 @@ def test_extreme_differences_stay_finite() -> None:
         assert tokens.logprobs.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm", "ipo"])
 @pytest.mark.parametrize("seed", range(3))
 def test_loss_and_gradient_are_those_of_trl(loss_type: Any, seed: int) -> None:
     trainers = pytest.importorskip("trl.trainer", reason="pip install 'asyncdock[bench]'")
@@ -158,7 +184,10 @@ def test_loss_and_gradient_are_those_of_trl(loss_type: Any, seed: int) -> None:
         for row in random_groups(seed, groups=4)
     ]
     tokens = pack(rows, 4)
-    output = DPO(loss_type=loss_type).loss(tokens)
+    normalized = loss_type == "sigmoid_norm"
+    output = DPO(
+        loss_type="sigmoid" if normalized else loss_type, length_normalized=normalized
+    ).loss(tokens)
     output.loss.backward()
 
     order = [i for i, row in enumerate(rows) if row["preference"] > 0] + [
@@ -235,3 +264,78 @@ def test_sft_is_the_cross_entropy() -> None:
     assert output.loss.item() == pytest.approx(-sum(tokens.logprobs.tolist()) / count)
     assert tokens.logprobs.grad is not None
     assert tokens.logprobs.grad.tolist() == pytest.approx([-1 / count] * count)
+
+
+def test_kto_and_its_gradient_are_those_of_the_formula() -> None:
+    rows = [
+        row | {"preference": 1.0 if at % 2 else -1.0}
+        for at, row in enumerate(random_groups(5, groups=3))
+    ]
+    algorithm = KTO(beta=0.3, good_weight=1.5, bad_weight=0.5)
+    ratios = [sum(row["now"]) - sum(row["ref"]) for row in rows]
+    centre = max(0.0, sum(ratios) / len(rows))
+
+    def loss(now: list[list[float]]) -> float:
+        total = 0.0
+        for row, logprobs in zip(rows, now, strict=True):
+            away = algorithm.beta * (sum(logprobs) - sum(row["ref"]) - centre)
+            weight = 1.5 if row["preference"] > 0 else 0.5
+            total += weight * (1 - 1 / (1 + math.exp(-row["preference"] * away)))
+        return total / len(rows)
+
+    def nested(values: list[list[float]]) -> torch.Tensor:
+        parts = [torch.tensor(row, dtype=torch.float64) for row in values]
+        return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+    now = [list(row["now"]) for row in rows]
+    batch = TrainBatch(
+        TensorDict(
+            {
+                "response_ids": nested(now),
+                "ref_logprobs": nested([row["ref"] for row in rows]),
+                "preference": torch.tensor([row["preference"] for row in rows]).double(),
+            },
+            [len(rows)],
+        ),
+        algorithm,
+        computed={NOW: torch.tensor([x for row in now for x in row]).double()},
+    )
+    logprobs = torch.tensor([x for row in now for x in row]).double().requires_grad_()
+    everything = {"total_tokens": len(logprobs), "total_rows": len(rows), "total_groups": 3}
+    tokens = batch.tokens(range(len(rows)), [0] * len(rows), logprobs, **everything)
+    output = algorithm.loss(tokens)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(loss(now))
+    expected = []
+    for row in now:
+        for at, value in enumerate(row):
+            row[at] = value + 1e-6
+            above = loss(now)
+            row[at] = value - 1e-6
+            expected.append((above - loss(now)) / 2e-6)
+            row[at] = value
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-8)
+    made = algorithm.credit({"reward": torch.tensor([0.0, 0.5, 1.0])})
+    assert made["preference"].tolist() == [-1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [
+        ({}, [False, True, False, False]),
+        ({"best": 2}, [False, True, True, False]),
+        ({"best": None, "least_reward": 0.5}, [True, True, True, False]),
+        ({"best": 3, "least_reward": 0.9}, [False, True, True, False]),
+        ({"least_reward": 2.0}, None),
+    ],
+)
+def test_the_best_responses_are_trained(options: dict[str, Any], trained: Any) -> None:
+    made = build_algorithm("best_of_n", options).credit(
+        {"reward": torch.tensor([0.5, 1.0, 1.0, 0.0])}
+    )
+    if trained is None:
+        assert made == Drop("no good response")
+    else:
+        assert not isinstance(made, Drop)
+        assert made["row_mask"].tolist() == trained

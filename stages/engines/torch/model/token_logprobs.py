@@ -20,8 +20,8 @@ TINY = torch.finfo(torch.float32).tiny  # a smaller probability adds nothing to 
 class TokenLogprobs(torch.autograd.Function):
     """Logprobs of ``targets`` [T] from the hidden states [U, d] that predict them, with at most
     ``LOGITS_BYTES`` of logits. If all logits fit they are kept for the backward; otherwise each
-    chunk is computed again. Also returns, without a gradient, the entropy [T] (nats) of the
-    distribution that each target is of; empty without ``with_entropy``. With ``vocabulary`` only so
+    chunk is computed again. Also returns the entropy [T] (nats) of the distribution that each target
+    is of; empty without ``with_entropy``. With ``vocabulary`` only so
     many of the first tokens have a probability: the other rows of the head, which pad it, are not
     read, and get a gradient of zero. ``masks`` uint8 [U, V / 8]: bits of the tokens that have one.
     ``inner`` [U, r] and ``up`` [V, r]: :func:`~stages.engines.torch.model.logits.head_adapter`."""
@@ -65,19 +65,29 @@ class TokenLogprobs(torch.autograd.Function):
             )
             chosen[in_chunk] = wanted - peak[at] - log_total[at]
             saved_logits = logits if size >= len(hidden) and softcap is None else None
-        ctx.save_for_backward(hidden, weight, bias, source, targets, saved_logits, masks, inner, up)
+        inputs = (hidden, weight, bias, source, targets, saved_logits, masks, inner, up)
+        ctx.save_for_backward(*inputs, entropies)
         ctx.temperature = temperature
         ctx.size = size
         ctx.softcap = softcap
-        entropy = entropies[source] if with_entropy else entropies
-        ctx.mark_non_differentiable(entropy)
-        return chosen, entropy
+        ctx.set_materialize_grads(False)
+        return chosen, entropies[source] if with_entropy else entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, source, targets, saved_logits, masks, inner, up = ctx.saved_tensors
-        gradient = gradients[0] / ctx.temperature  # [T]
+    def backward(
+        ctx: Any, of_chosen: torch.Tensor | None, of_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, source, targets, saved_logits, masks, inner, up, entropies = (
+            ctx.saved_tensors
+        )
+        if of_chosen is None:
+            of_chosen = torch.zeros(len(targets), device=hidden.device)
+        gradient = of_chosen / ctx.temperature  # [T]
         of_place = gradient.new_zeros(len(hidden)).index_add_(0, source, gradient)
+        to_entropy = None
+        if of_entropy is not None and len(of_entropy):
+            to_entropy = gradient.new_zeros(len(hidden), 1)
+            to_entropy[:, 0].index_add_(0, source, of_entropy / ctx.temperature)
         to_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         to_weight = weight.new_empty(ctx.rows, weight.shape[1]) if ctx.needs_input_grad[1] else None
         to_bias = bias.new_zeros(ctx.rows) if ctx.needs_input_grad[2] else None
@@ -104,6 +114,10 @@ class TokenLogprobs(torch.autograd.Function):
                 in_slice = in_chunk & (targets >= words.start) & (targets < words.stop)
                 at = source[in_slice] - start, targets[in_slice] - words.start
                 to_logits.index_put_(at, gradient[in_slice], accumulate=True)
+                if to_entropy is not None:
+                    surprise = probabilities[:, words].clamp(min=TINY).log_()
+                    surprise.add_(entropies[rows, None]).mul_(probabilities[:, words])
+                    to_logits.sub_(surprise.mul_(to_entropy[rows]))
                 if ctx.softcap is not None:
                     to_logits.mul_(slope[:, words])
                 if to_inner is not None and to_up is not None:

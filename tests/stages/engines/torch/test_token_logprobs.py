@@ -1,5 +1,5 @@
-"""The entropy beside logprobs: right, without a gradient, and without an effect on the bits of what
-is trained."""
+"""The entropy beside logprobs: right, with its gradient where it is trained, and elsewhere without an
+effect on the bits of what is trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def logprobs(dtype: torch.dtype, with_entropy: bool) -> list[torch.Tensor]:
     hidden = torch.randn(5, 16, dtype=dtype, requires_grad=True)
     weight = (3 * torch.randn(11, 16)).to(dtype).requires_grad_()
     chosen, entropy = TokenLogprobs.apply(hidden, weight, None, SOURCE, TARGETS, 0.7, with_entropy)
-    assert not entropy.requires_grad
     chosen.square().sum().backward()
     expected = ((hidden.float() @ weight.float().T) / 0.7).log_softmax(-1)
     wanted = -(expected.exp() * expected).sum(-1)[SOURCE]
@@ -42,10 +41,11 @@ def test_the_entropy_is_that_of_each_distribution_and_changes_no_bit(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("entropy_weight", [0.0, 1.5])
 @pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("chunk", [2, 256])
-def test_an_adapter_of_the_head_is_trained_in_any_chunks(
-    chunk: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+def test_logprobs_and_entropy_are_trained_in_any_chunks(
+    chunk: int, softcap: float | None, entropy_weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the gradients of a float64 computation, with rows that pad the head."""
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", chunk * 4 * 11)
@@ -59,15 +59,19 @@ def test_an_adapter_of_the_head_is_trained_in_any_chunks(
     hidden, down, up = doubles
     logits = (hidden @ weight.double().T + 2 * hidden @ down.T @ up.T)[:, :11]
     capped = logits if softcap is None else softcap * (logits / softcap).tanh()
-    expected = (capped / 0.7).log_softmax(-1)[SOURCE, TARGETS]
-    expected.square().sum().backward()
+    everything = (capped / 0.7).log_softmax(-1)
+    expected = everything[SOURCE, TARGETS]
+    entropies = -(everything.exp() * everything).sum(-1)[SOURCE]
+    weights = torch.arange(1.0, 8.0) * entropy_weight  # of each token
+    (expected.square().sum() + (weights * entropies).sum()).backward()
 
     hidden, down, up = leaves
     options = SOURCE, TARGETS, 0.7, True, softcap, 11, None
     inner = 2 * hidden @ down.T
-    chosen, _ = TokenLogprobs.apply(hidden, weight, None, *options, inner, up)
+    chosen, entropy = TokenLogprobs.apply(hidden, weight, None, *options, inner, up)
     torch.testing.assert_close(chosen.double(), expected, rtol=1e-5, atol=1e-5)
-    chosen.square().sum().backward()
+    loss = chosen.square().sum()
+    (loss + (weights * entropy).sum() if entropy_weight else loss).backward()
     for leaf, double in zip(leaves, doubles, strict=True):
         assert leaf.grad is not None
         assert double.grad is not None
