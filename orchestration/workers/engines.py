@@ -410,11 +410,10 @@ def _shared_model(
 
 
 def _train_options(recipe: Recipe) -> dict[str, Any]:
-    optimizer = ("learning_rate", "schedule", "warmup_steps", "weight_decay", "betas", "grad_clip")
+    optimizer = ("learning_rate", "schedule", "schedule_floor", "warmup_steps", "weight_decay")
+    others = ("betas", "grad_clip", "token_budget", "activation_checkpointing", "kernels")
     return {
-        **recipe.train.model_dump(
-            include={*optimizer, "token_budget", "activation_checkpointing", "kernels"}
-        ),
+        **recipe.train.model_dump(include={*optimizer, *others}),
         "total_steps": recipe.train.steps,
         "temperature": recipe.logprob_temperature,
         "threads": threads_of(recipe, recipe.train.threads),

@@ -370,7 +370,11 @@ class TrainSection(Strategies, Section):
     ] = key(4, "Prompts of one optimizer step (P), each with its group.")
     learning_rate: float = key(1e-5, "Peak learning rate of AdamW.", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant", "Learning rate after the warm-up: constant, or down to 0 at the last step."
+        "constant",
+        "Learning rate after the warm-up: constant, or down to `schedule_floor` at the last step.",
+    )
+    schedule_floor: Annotated[float, Field(ge=0, le=1)] = key(
+        0.0, "Share of the peak that a falling learning rate ends at."
     )
     warmup_steps: StepsOrZero = key(0, "Steps in which the learning rate rises from 0.")
     weight_decay: float = key(

@@ -72,6 +72,7 @@ class TorchTrainEngine:
 
     ``token_budget``: tokens fed to the model at once, which bounds the memory of activations; None:
     the whole batch is one micro-batch. ``grad_clip``: bound of the gradient's 2-norm, or None.
+    ``schedule_floor``: share of the peak that the schedule falls to.
     ``weight_decay`` applies to matrices only, and to no bias of stacked experts. ``temperature``:
     of the logprobs, that at which the responses were sampled. ``threads``: torch's number of CPU
     threads, set at each call. On one device a step is deterministic bit for bit, given the batch
@@ -113,6 +114,7 @@ class TorchTrainEngine:
         learning_rate: float,
         total_steps: int,
         schedule: Schedule = "constant",
+        schedule_floor: float = 0.0,
         warmup_steps: int = 0,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -148,6 +150,7 @@ class TorchTrainEngine:
         self.version = 0  # train batches, also those that were skipped
         self._schedule: dict[str, Any] = {"peak": learning_rate, "total_steps": total_steps}
         self._schedule |= {"warmup_steps": warmup_steps, "schedule": schedule}
+        self._schedule["floor"] = schedule_floor
         self._grad_clip = grad_clip
         self._threads = threads
         self._critic_alone = False  # whether the present train batch teaches the value head alone

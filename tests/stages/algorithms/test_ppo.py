@@ -84,9 +84,7 @@ def test_advantages_and_returns_are_those_of_the_formulas(
         },
         batch_size=[5],
     )
-    ppo = PPO(
-        gamma=gamma, gae_lambda=lam, critic_lambda=critic_lam, kl_reward=kl, whiten=whiten
-    )
+    ppo = PPO(gamma=gamma, gae_lambda=lam, critic_lambda=critic_lam, kl_reward=kl, whiten=whiten)
     given_batch = TrainBatch(
         batch,
         ppo,
@@ -240,7 +238,9 @@ def test_what_is_left_out_changes_no_loss_and_no_metric(critic: Any) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    seed=st.integers(0, 2**16), clip=st.sampled_from([0.1, 0.5]), coef=st.sampled_from([0.1, 1.0])
+    seed=st.integers(0, 2**16),
+    clip=st.sampled_from([0.0, 0.1, 0.5]),
+    coef=st.sampled_from([0.1, 1.0]),
 )
 def test_value_loss_and_its_gradient(seed: int, clip: float, coef: float) -> None:
     rng = random.Random(seed)
@@ -266,7 +266,7 @@ def test_value_loss_and_its_gradient(seed: int, clip: float, coef: float) -> Non
     for v, old, target in zip(now, before, returns, strict=True):
         near = old + max(-clip, min(clip, v - old))
         plain = (v - target) ** 2
-        clipped = (near - target) ** 2
+        clipped = (near - target) ** 2 if clip else plain
         total += coef * max(plain, clipped) / 2 / count
         moving = plain >= clipped or abs(v - old) < clip
         gradient.append(coef * (v - target) / count if moving else 0.0)

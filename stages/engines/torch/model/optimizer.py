@@ -20,11 +20,17 @@ ALIGN = 512  # bytes, of a tensor in host memory: what copy engines and caches l
 
 
 def learning_rate_at(
-    step: int, *, peak: float, total_steps: int, warmup_steps: int, schedule: Schedule
+    step: int,
+    *,
+    peak: float,
+    total_steps: int,
+    warmup_steps: int,
+    schedule: Schedule,
+    floor: float = 0.0,
 ) -> float:
     """Return the learning rate of train batch ``step`` (from 0; skipped ones count): it rises over
-    ``warmup_steps`` to ``peak`` at batch ``warmup_steps - 1``, then is constant, or falls to 0 at
-    batch ``total_steps``.
+    ``warmup_steps`` to ``peak`` at batch ``warmup_steps - 1``, then is constant, or falls to
+    ``floor`` × ``peak`` at batch ``total_steps``.
 
     >>> [learning_rate_at(s, peak=1.0, total_steps=6, warmup_steps=2, schedule="linear") for s in range(7)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
@@ -34,7 +40,8 @@ def learning_rate_at(
     if schedule == "constant":
         return peak
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return peak * (1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2)
+    share = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return peak * (floor + (1 - floor) * share if floor else share)
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:

@@ -369,10 +369,16 @@ def test_no_finite_logprob_makes_a_gradient_that_is_not_finite(
     assert all(bool(value.isfinite().all()) for _, value in engine.weights())
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.2])
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: Any) -> None:
+def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: Any, floor: float) -> None:
     engine = engine_of(
-        tiny_llama(), learning_rate=0.5, total_steps=6, warmup_steps=2, schedule=schedule
+        tiny_llama(),
+        learning_rate=0.5,
+        total_steps=6,
+        warmup_steps=2,
+        schedule=schedule,
+        schedule_floor=floor,
     )
     seen = [engine.train_batch(make_batch(RAGGED[:1]), GRPO())["learning_rate"] for _ in range(7)]
     tail = {
@@ -380,7 +386,9 @@ def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: Any) -> N
         "linear": [0.5, 0.375, 0.25, 0.125, 0.0],
         "cosine": [0.25 * (1 + math.cos(math.pi * i / 4)) for i in range(5)],
     }
-    assert seen == pytest.approx([0.25, 0.5, *tail[schedule]])
+    falling = [0.5 * floor + (1 - floor) * rate for rate in tail[schedule]]
+    expected = tail[schedule] if schedule == "constant" else falling
+    assert seen == pytest.approx([0.25, 0.5, *expected])
     assert learning_rate_at(99, peak=1.0, total_steps=6, warmup_steps=0, schedule="linear") == 0
 
 
