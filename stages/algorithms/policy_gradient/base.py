@@ -23,6 +23,7 @@ import pydantic
 from pydantic import Field
 
 from stages.algorithms.interface import FOLLOWS, Algorithm, LossOutput
+from stages.algorithms.policy_gradient.kl_reward import KLCredit
 from stages.algorithms.token_batch import MOST_LOG_RATIO, TokenBatch
 from stages.flow.catalogue import TOKEN_STALENESS
 from stages.flow.declarations import Columns, Drop, RunsOn
@@ -192,7 +193,8 @@ class PolicyGradient(Algorithm):
     def scores(self) -> Mapping[str, RunsOn]:
         several = self.proximal == "recomputed" and self.epochs * self.mini_batches > 1
         by_policy: dict[str, RunsOn] = {PROXIMAL: "policy"} if several else {}
-        return {"ref_logprobs": "frozen model", **by_policy} if self.kl_coef else by_policy
+        reference: dict[str, RunsOn] = {"ref_logprobs": "frozen model"} if self.kl_coef else {}
+        return {**super().scores, **reference, **by_policy}
 
     @property
     def loss_reads(self) -> Columns:
@@ -305,7 +307,7 @@ class PolicyGradient(Algorithm):
         return shown | {"ess": metrics["ratio_mean"] ** 2 / metrics["ratio_square"]}
 
 
-class GroupCompared(PolicyGradient):
+class GroupCompared(PolicyGradient, KLCredit):
     """A policy gradient whose credit compares the responses to one prompt."""
 
     least_group_size: ClassVar[int] = 2  # one response alone has no one to be compared with
@@ -327,9 +329,11 @@ class GroupCompared(PolicyGradient):
         """Return :meth:`advantage` of the rewards. Equal rewards, and a group of one, give
         zeros."""
         rewards = group["reward"].float()
-        return self.compared(rewards, dropped_by=rewards)
+        return self.compared(rewards - self.penalties(group), dropped_by=rewards)
 
-    def compared(self, rewards: torch.Tensor, dropped_by: torch.Tensor) -> Mapping[str, Any] | Drop:
+    def compared(
+        self, rewards: torch.Tensor, *, dropped_by: torch.Tensor
+    ) -> Mapping[str, Any] | Drop:
         """Return the credit of a group with ``rewards`` [N]; ``drop_equal`` drops it where all
         ``dropped_by`` [N] are equal."""
         zeros = {"advantage": rewards.new_zeros(rewards.shape)}

@@ -163,7 +163,7 @@ class GDPO(GRPO):
 
     @property
     def credit_reads(self) -> Columns:
-        return {"scores": f"float32 [{len(self.reward_weights or (1.0,))}]"}
+        return {"scores": f"float32 [{len(self.reward_weights or (1.0,))}]", **self.reads_kl}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
         """Return the sum over functions of weight × ``(s - mean) / (std + 1e-4)`` of the group's
@@ -182,7 +182,7 @@ class GDPO(GRPO):
                 total[counted] += weight * self.advantage(compared)
         if self.drop_equal and not differs:
             return Drop("equal rewards", instead={"advantage": total})
-        return {"advantage": total}
+        return {"advantage": total - self.penalties(group)}
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         """Normalise the sums over the train batch, whose scale would grow with the number of
@@ -227,7 +227,8 @@ class DAPO(GRPO):
 
     @property
     def credit_optional(self) -> Columns:
-        return {MASK: OPTIONAL[MASK]} if self.longest_response else {}
+        mask = {MASK: OPTIONAL[MASK]} if self.longest_response else {}
+        return {**super().credit_optional, **mask}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
         """Return GRPO's credit of the rewards with the penalty ``(longest - overlong - length) /
@@ -246,7 +247,7 @@ class DAPO(GRPO):
             if self.overlong_tokens
             else (over >= 0).float()
         )
-        penalized = rewards - penalty
+        penalized = rewards - penalty - self.penalties(group)
         return self.compared(
             penalized, dropped_by=rewards if self.drop_by == "correctness" else penalized
         )

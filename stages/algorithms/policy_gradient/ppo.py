@@ -16,6 +16,7 @@ from pydantic import Field
 
 from stages.algorithms.interface import Algorithm, LossOutput, with_defaults
 from stages.algorithms.policy_gradient.base import PolicyGradient
+from stages.algorithms.policy_gradient.kl_reward import KLReward
 from stages.algorithms.token_batch import TokenBatch
 from stages.flow.declarations import Columns, RunsOn
 from stages.json_schema import CRITIC_IN_CHECKPOINT, faults
@@ -31,7 +32,7 @@ HEAD_RATE = 10  # times the policy's learning rate (docs/measurements/algorithms
 LEAST_VARIANCE = 1e-6  # of returns, as a share of their mean square
 
 
-class ValueLearner(Algorithm):
+class ValueLearner(KLReward):
     """The options and formulas that a policy with a critic and a critic of its own share."""
 
     gamma: float = Field(
@@ -57,13 +58,6 @@ class ValueLearner(Algorithm):
         description="A value gains nothing farther than this from the one before the step. 0: no "
         "clip.",
     )
-    kl_reward: float = Field(
-        default=0.0,
-        ge=0,
-        description="Each token's reward is lowered by this × (rollout logprob - reference "
-        "logprob). Above 0 the run has a reference stage. `kl_coef` adds a KL to the "
-        "loss instead.",
-    )
 
     def gae(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the advantages and returns [T] of each response, of a trajectory with branches of
@@ -79,7 +73,7 @@ class ValueLearner(Algorithm):
         last = counts.cumsum(0) - 1
         rewards = values.new_zeros(len(values))
         if self.kl_reward:
-            rewards -= self.kl_reward * (batch["rollout_logprobs"] - batch["ref_logprobs"])[at]
+            rewards -= self.token_penalties(batch["rollout_logprobs"], batch["ref_logprobs"])[at]
         rewards[last] += batch["reward"][batch.row[at][last]].to(rewards.dtype)
         following = values.roll(-1)
         following[last] = 0
@@ -132,14 +126,15 @@ class CriticTraining(ValueLearner):
     """The algorithm that trains a critic with an engine of its own: the value loss, on the column
     ``values`` that it has made."""
 
+    scores: ClassVar[Mapping[str, RunsOn]] = {}
     credit_makes: ClassVar[Columns] = {}
     prepare_makes: ClassVar[Columns] = {"returns": "float32 ragged"}
 
     @property
     def loss_reads(self) -> Columns:
-        kl = ("rollout_logprobs", "ref_logprobs") if self.kl_reward else ()
         return {
-            **dict.fromkeys((*kl, "values"), "float32 ragged"),
+            **self.reads_kl,
+            "values": "float32 ragged",
             "reward": "float32",
             **self.prepare_makes,
         }
@@ -216,10 +211,8 @@ class PPO(PolicyGradient, ValueLearner):
 
     @property
     def scores(self) -> Mapping[str, RunsOn]:
-        reference: dict[str, RunsOn] = {"ref_logprobs": "frozen model"} if self.kl_reward else {}
         return {
             **super().scores,
-            **reference,
             "values": "critic" if self.critic == "own" else "value head",
         }
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from stages.algorithms.policy_gradient.base import PolicyGradient
+from stages.algorithms.policy_gradient.kl_reward import KLCredit
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from stages.algorithms.batch import TrainBatch
 
 
-class ReinforcePlusPlus(PolicyGradient):
+class ReinforcePlusPlus(PolicyGradient, KLCredit):
     """REINFORCE++: for prompts with one response (``algorithm.group_size = 1``) as for several.
 
     Rewards whose scale differs between prompts stay comparable, as they are divided by the
@@ -39,7 +40,7 @@ class ReinforcePlusPlus(PolicyGradient):
     )
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        rewards = group["reward"].float()
+        rewards = group["reward"].float() - self.penalties(group)
         return {"advantage": rewards - rewards.mean() if self.baseline == "group" else rewards}
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:

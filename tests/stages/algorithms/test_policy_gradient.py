@@ -282,6 +282,52 @@ def test_credit(name: str, options: dict[str, Any], expected: list[float]) -> No
     assert made["advantage"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["dr_grpo", "reinforce_pp", "dapo", "gdpo"])
+def test_rewards_are_lowered_by_the_divergence_from_the_reference(
+    name: str, masked: bool, estimator: str
+) -> None:
+    options: dict[str, Any] = {"kl_reward": 0.1, "kl_reward_estimator": estimator}
+    algorithm = build_algorithm(name, options)
+    away = [[0.5, -0.2, 0.1], [1.0, 0.3]]
+    masks = [[True, True, not masked], [not masked, True]]
+    group: dict[str, Any] = {
+        "reward": torch.tensor([1.0, 0.0]),
+        "scores": torch.tensor([[1.0], [0.0]]),
+        "rollout_logprobs": [torch.tensor(row) - 2 for row in away],
+        "ref_logprobs": [torch.full((len(row),), -2.0) for row in away],
+    }
+    assert {"rollout_logprobs", "ref_logprobs"} <= algorithm.credit_reads.keys()
+    assert algorithm.scores["ref_logprobs"] == "frozen model"
+    group = {key: group[key] for key in algorithm.credit_reads}
+    if masked:
+        assert "loss_mask" in algorithm.credit_optional
+        group["loss_mask"] = [torch.tensor(row) for row in masks]
+
+    def kl(x: float) -> float:
+        return {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[estimator]
+
+    penalties = [
+        0.1 * sum(kl(x) for x, stays in zip(row, mask, strict=True) if stays)
+        for row, mask in zip(away, masks, strict=True)
+    ]
+    made = algorithm.credit(group)
+    assert not isinstance(made, Drop)
+    plain = build_algorithm(name, {})
+    without = plain.credit({key: group[key] for key in plain.credit_reads})
+    assert not isinstance(without, Drop)
+    if name == "dapo":  # normalises the lowered rewards
+        lowered = [1 - penalties[0], -penalties[1]]
+        half = (lowered[0] - lowered[1]) / 2
+        expected = [half / (2**0.5 * half + 1e-4), -half / (2**0.5 * half + 1e-4)]
+    else:
+        expected = [a - b for a, b in zip(without["advantage"].tolist(), penalties, strict=True)]
+        if name == "dr_grpo":
+            expected = [value + sum(penalties) / 2 for value in expected]
+    assert made["advantage"].tolist() == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("length", "penalty"), [(10, 0.0), (80, 0.0), (85, 0.25), (90, 0.5), (100, 1.0), (130, 1.0)]
 )

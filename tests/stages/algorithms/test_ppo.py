@@ -3,6 +3,7 @@ head of the engine."""
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +37,10 @@ def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> 
     ]
 
 
+def kl_of(estimator: str, x: float) -> float:
+    return {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[estimator]
+
+
 def ragged(rows: list[list[float]]) -> torch.Tensor:
     return torch.nested.nested_tensor(
         [torch.tensor(row, dtype=torch.float64) for row in rows], layout=torch.jagged
@@ -49,6 +54,7 @@ def ragged(rows: list[list[float]]) -> torch.Tensor:
     lam=st.sampled_from([0.0, 0.95, 1.0]),
     critic_lam=st.sampled_from([None, 1.0, 0.5]),
     kl=st.sampled_from([0.0, 0.2]),
+    estimator=st.sampled_from(["k1", "k2", "k3"]),
     whiten=st.booleans(),
     masked=st.booleans(),
 )
@@ -58,6 +64,7 @@ def test_advantages_and_returns_are_those_of_the_formulas(
     lam: float,
     critic_lam: float | None,
     kl: float,
+    estimator: Any,
     whiten: bool,
     masked: bool,
 ) -> None:
@@ -84,7 +91,14 @@ def test_advantages_and_returns_are_those_of_the_formulas(
         },
         batch_size=[5],
     )
-    ppo = PPO(gamma=gamma, gae_lambda=lam, critic_lambda=critic_lam, kl_reward=kl, whiten=whiten)
+    ppo = PPO(
+        gamma=gamma,
+        gae_lambda=lam,
+        critic_lambda=critic_lam,
+        kl_reward=kl,
+        kl_reward_estimator=estimator,
+        whiten=whiten,
+    )
     given_batch = TrainBatch(
         batch,
         ppo,
@@ -100,7 +114,7 @@ def test_advantages_and_returns_are_those_of_the_formulas(
         values, rollout, ref = (
             [x for x, t in zip(c, is_trained, strict=True) if t] for c in columns
         )
-        rewards = [-kl * (a - b) for a, b in zip(rollout, ref, strict=True)]
+        rewards = [-kl * kl_of(estimator, a - b) for a, b in zip(rollout, ref, strict=True)]
         if not rewards:
             continue
         rewards[-1] += float(torch.tensor(last))  # float32, as the column
