@@ -13,6 +13,7 @@
     checkpoint     whether checkpoints are as they were written (api.cli.checkpoint)
     dock, track    the sample flow of a run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
     env            one trajectory of an environment, before a run (api.cli.env)
+    convert        a recipe from the configuration of TRL or verl (api.cli.convert)
     pairs          preference pairs of a run's samples (api.cli.pairs)
 
 Exit codes are in api.cli.common.exit_codes and docs/runs.md.
@@ -58,6 +59,11 @@ COMMANDS = {
         "api.cli.service.deploy:deploy_command",
         "Serve the newest policy of RUN, and its versions, on a Ray cluster, with Ray "
         "Serve's autoscaling.",
+    ),
+    "convert": (
+        "api.cli.convert:convert_command",
+        "Write a recipe from the configuration of TRL's or verl's trainer, and list what it "
+        "could not carry over.",
     ),
     "env": ("api.cli.env:env_app", "Try an environment before a run."),
     "host": (

@@ -22,8 +22,8 @@ class KLReward(Algorithm):
         default=0.0,
         ge=0,
         description="Each token's reward is lowered by this × the estimate of KL(policy || "
-        "reference), by the logprobs of the policy that generated it; without a critic a response's "
-        "by the sum over its tokens. Above 0 the run has a reference stage. `kl_coef` adds a KL to "
+        "reference), by the logprobs of the policy that generated it; without a critic that of a "
+        "response by the sum over its tokens. Above 0 the run has a reference stage. `kl_coef` adds a KL to "
         "the loss instead.",
     )
     kl_reward_estimator: Literal["k1", "k2", "k3"] = Field(

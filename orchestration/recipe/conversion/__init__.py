@@ -1,0 +1,1 @@
+"""Recipes from the configurations of other trainers."""

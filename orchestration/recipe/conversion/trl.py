@@ -1,0 +1,195 @@
+"""The arguments of TRL's GRPOTrainer, in the YAML file of its command or of a script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestration.recipe.conversion.conversion import (
+    By,
+    Conversion,
+    Not,
+    Rule,
+    To,
+    apply_rules,
+    as_number,
+    source_of,
+)
+
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+LOSSES: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {"algorithm.options.loss_normalization": "sequence"},
+    "bnpo": {},
+    "dapo": {},
+    "dr_grpo": {"algorithm.name": "dr_grpo"},
+    "cispo": {"algorithm.name": "cispo"},
+    "sapo": {"algorithm.name": "sapo"},
+}
+TRUE_ONLY = {True: None}
+OPTIONS = "algorithm.options"
+RULES: Mapping[str, Rule] = {
+    "model_name_or_path": To("model.source", note="put the model's folder here"),
+    "dtype": To("model.dtype", {"float32": None, "bfloat16": "bfloat16", "auto": None}),
+    "bf16": To("model.dtype", {True: "bfloat16", False: None}),
+    "dataset_name": To("prompts.path", note="put the file or folder, and its kind as source"),
+    "dataset_path": To("prompts.path"),
+    "dataset_train_split": To("prompts.split"),
+    "dataset_config": Not("name the rows by prompts.path and prompts.split"),
+    "max_prompt_length": To("prompts.max_prompt_tokens"),
+    "max_completion_length": To("rollout.max_tokens"),
+    "num_generations": To("algorithm.group_size"),
+    "per_device_train_batch_size": By("train.groups_per_step"),
+    "gradient_accumulation_steps": By("train.groups_per_step"),
+    "generation_batch_size": By("train.groups_per_step, algorithm.options.mini_batches"),
+    "steps_per_generation": By("train.groups_per_step, algorithm.options.mini_batches"),
+    "temperature": To("rollout.temperature", as_number),
+    "top_p": To("rollout.top_p", as_number),
+    "top_k": To("rollout.top_k"),
+    "min_p": To("rollout.min_p", as_number),
+    "repetition_penalty": To("rollout.repetition_penalty", as_number),
+    "learning_rate": To("train.learning_rate", as_number),
+    "lr_scheduler_type": To("train.schedule", SCHEDULES),
+    "lr_scheduler_kwargs.min_lr_rate": To("train.schedule_floor", as_number),
+    "warmup_steps": To("train.warmup_steps"),
+    "warmup_ratio": By("train.warmup_steps"),
+    "weight_decay": To("train.weight_decay", as_number),
+    "adam_beta1": By("train.betas"),
+    "adam_beta2": By("train.betas"),
+    "max_grad_norm": To("train.grad_clip", as_number),
+    "max_steps": To("train.steps", lambda steps: steps if steps > 0 else None),
+    "num_train_epochs": By("train.steps"),
+    "gradient_checkpointing": To("train.activation_checkpointing", {True: True, False: None}),
+    "seed": To("seed"),
+    "beta": To(f"{OPTIONS}.kl_coef", lambda beta: as_number(beta) or None),
+    "epsilon": To(f"{OPTIONS}.clip_low", as_number),
+    "epsilon_high": By("algorithm.options.clip_high"),
+    "delta": To(f"{OPTIONS}.max_ratio", as_number),
+    "num_iterations": To(f"{OPTIONS}.epochs"),
+    "loss_type": By("algorithm.name, algorithm.options.loss_normalization"),
+    "importance_sampling_level": To(
+        f"{OPTIONS}.ratio_level", {"token": None, "sequence": "geometric"}
+    ),
+    "scale_rewards": To(
+        f"{OPTIONS}.scale_rewards",
+        {"group": None, True: None, "batch": "batch", "none": False, False: False},
+    ),
+    "multi_objective_aggregation": To(
+        "algorithm.name", {"sum_then_normalize": None, "normalize_then_sum": "gdpo"}
+    ),
+    "mask_truncated_completions": To("rollout.truncated", {True: "mask", False: None}),
+    "off_policy_mask_threshold": To(f"{OPTIONS}.off_policy_mask", as_number),
+    "entropy_coef": To(f"{OPTIONS}.entropy_coef", lambda value: as_number(value) or None),
+    "sapo_temperature_pos": To(f"{OPTIONS}.gate_positive", as_number),
+    "sapo_temperature_neg": To(f"{OPTIONS}.gate_negative", as_number),
+    "use_bias_correction_kl": To(f"{OPTIONS}.kl_weighted", {True: True, False: None}),
+    "vllm_importance_sampling_correction": Not(),
+    "reward_funcs": By("reward.functions"),
+    "reward_weights": By("reward.functions"),
+    "max_tool_calling_iterations": To("environment.max_turns", lambda calls: calls + 1),
+    "environment_factory": To("environment.use", note="name it as module:Class"),
+    "use_vllm": To("rollout.engine", {True: "vllm", False: None}),
+    "vllm_mode": Not(),
+    "vllm_gpu_memory_utilization": To("rollout.vllm.gpu_memory_utilization", as_number),
+    "vllm_tensor_parallel_size": To("rollout.vllm.tensor_parallel"),
+    "vllm_max_model_length": To("rollout.vllm.max_model_len"),
+    "use_peft": By("model.lora.rank"),
+    "lora_r": By("model.lora.rank"),
+    "lora_alpha": To("model.lora.alpha", as_number),
+    "lora_target_modules": To(
+        "model.lora.targets", lambda names: names if names != "all-linear" else None
+    ),
+    "lora_dropout": Not("adapters have no dropout here"),
+    "eval_steps": To("evaluate.every"),
+    "save_steps": To("checkpoint.every"),
+    "save_total_limit": To("checkpoint.keep"),
+    "output_dir": Not("asyncdock run RECIPE --out FOLDER"),
+    "run_name": To("name"),
+    "report_to": Not("asyncdock track RUN shows a run in TensorBoard, MLflow or W&B"),
+    "push_to_hub": Not("asyncdock export RUN --push REPO"),
+    "sync_ref_model": Not("the reference stays as it is"),
+    "top_entropy_quantile": Not("all tokens are learned from"),
+    "use_adaptive_entropy": Not("entropy_coef is fixed"),
+    "logging_steps": Not(),
+    "log_completions": Not(),
+    "disable_dropout": Not(),
+    "remove_unused_columns": Not(),
+    "trust_remote_code": Not("code that comes with a model is never run"),
+}
+
+
+def convert(settings: Mapping[str, Any]) -> Conversion:
+    """Return the recipe of TRL's ``settings``."""
+    done = apply_rules(settings, RULES)
+    _batch(settings, done)
+    loss = settings.get("loss_type", "dapo")
+    if loss in LOSSES:
+        for key, value in LOSSES[loss].items():
+            done.put(key, value, "loss_type")
+    else:
+        done.remarks["loss_type"] = f"{loss!r} is not here; docs/stages.md lists the algorithms"
+    _clip(settings, done)
+    if "warmup_ratio" in settings and "train.steps" in done.recipe:
+        share = as_number(settings["warmup_ratio"])
+        done.put("train.warmup_steps", round(share * done.recipe["train.steps"]), "warmup_ratio")
+    if {"adam_beta1", "adam_beta2"} & settings.keys():
+        betas = [
+            as_number(settings.get(f"adam_beta{n}", beta)) for n, beta in ((1, 0.9), (2, 0.999))
+        ]
+        done.put("train.betas", betas, "adam_beta1", "adam_beta2")
+    if settings.get("use_peft") or "lora_r" in settings:
+        done.put("model.lora.rank", settings.get("lora_r", 16), "use_peft", "lora_r")
+    _rewards(settings, done)
+    if "train.steps" not in done.recipe:
+        done.remarks["num_train_epochs"] = "put the number of optimizer steps into train.steps"
+    done.put("prompts.source", source_of(done.recipe.get("prompts.path"), "datasets"))
+    done.remarks["(device count)"] = (
+        "TRL's batch is that of one device: multiply train.groups_per_step by their number"
+    )
+    return done
+
+
+def _batch(settings: Mapping[str, Any], done: Conversion) -> None:
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    if not {*names} & settings.keys():
+        return
+    rows = settings.get(names[0], 8) * settings.get(names[1], 1)
+    group = settings.get("num_generations", 8)
+    done.put("train.groups_per_step", max(1, rows // group), *names)
+    generated = settings.get("generation_batch_size") or rows * settings.get(
+        "steps_per_generation", 1
+    )
+    if generated > rows:
+        parts = generated // rows
+        done.put("train.groups_per_step", max(1, generated // group), *names)
+        done.put(f"{OPTIONS}.mini_batches", parts, "generation_batch_size", "steps_per_generation")
+
+
+def _clip(settings: Mapping[str, Any], done: Conversion) -> None:
+    low = as_number(settings.get("epsilon", 0.2))
+    high = as_number(settings.get("epsilon_high")) or low
+    if settings.get("loss_type") == "cispo":
+        high -= 1  # TRL has the cut itself
+    if {"epsilon", "epsilon_high"} & settings.keys():
+        done.put(f"{OPTIONS}.clip_high", high, "epsilon_high")
+
+
+def _rewards(settings: Mapping[str, Any], done: Conversion) -> None:
+    names = settings.get("reward_funcs") or []
+    names = [names] if isinstance(names, str) else names
+    weights = settings.get("reward_weights") or [1.0] * len(names)
+    functions = [
+        {
+            "name": name.replace(".", ":", 1) if ":" not in name else name,
+            "weight": as_number(weight),
+        }
+        for name, weight in zip(names, weights, strict=False)
+    ]
+    if functions:
+        done.put("reward.functions", functions, "reward_funcs", "reward_weights")
+        done.remarks["reward_funcs"] = "name each as module:function; the signature stays"

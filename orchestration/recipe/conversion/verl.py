@@ -1,0 +1,239 @@
+"""The configuration of verl's PPO trainer: its YAML, or the overrides in a script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestration.recipe.conversion.conversion import (
+    By,
+    Conversion,
+    Not,
+    Rule,
+    To,
+    apply_rules,
+    as_number,
+    source_of,
+)
+
+A = "actor_rollout_ref.actor"
+R = "actor_rollout_ref.rollout"
+M = "actor_rollout_ref.model"
+OPTIONS = "algorithm.options"
+ESTIMATORS = {
+    "grpo": "grpo",
+    "gae": "ppo",
+    "rloo": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp",
+}
+LOSS_MODES = {
+    "vanilla": None,
+    "gspo": "gspo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "sapo": "sapo",
+    "cispo": "cispo",
+}
+ESTIMATORS_OF_KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+BUDGET = "micro-batches follow from train.token_budget"
+OFFLOAD = "masters and optimizer state stay where the trainer computes"
+RULES: Mapping[str, Rule] = {
+    "data.train_files": By("prompts.path"),
+    "data.val_files": Not("held-out prompts are a share of the rows: prompts.held_out"),
+    "data.prompt_key": To("prompts.column"),
+    "data.train_batch_size": To("train.groups_per_step"),
+    "data.max_prompt_length": To("prompts.max_prompt_tokens"),
+    "data.max_response_length": To("rollout.max_tokens"),
+    "data.filter_overlong_prompts": To("prompts.too_long", {True: None, False: "fail"}),
+    "data.truncation": To(
+        "prompts.too_long", {"left": "cut", "error": "fail", "right": "cut", "middle": "cut"}
+    ),
+    "data.shuffle": To("prompts.shuffle", {True: None, False: False}),
+    "data.seed": To("seed"),
+    f"{M}.path": To("model.source", note="put the model's folder here"),
+    f"{M}.lora_rank": To("model.lora.rank", lambda rank: rank or None),
+    f"{M}.lora_alpha": To("model.lora.alpha", as_number),
+    f"{M}.target_modules": To(
+        "model.lora.targets", lambda names: names if names != "all-linear" else None
+    ),
+    f"{M}.enable_gradient_checkpointing": To(
+        "train.activation_checkpointing", {True: True, False: None}
+    ),
+    f"{M}.use_remove_padding": Not(),
+    f"{A}.optim.lr": To("train.learning_rate", as_number),
+    f"{A}.optim.lr_warmup_steps": To("train.warmup_steps", lambda n: n if n > 0 else None),
+    f"{A}.optim.lr_warmup_steps_ratio": By("train.warmup_steps"),
+    f"{A}.optim.min_lr_ratio": To("train.schedule_floor", as_number),
+    f"{A}.optim.warmup_style": To("train.schedule", {"constant": None, "cosine": "cosine"}),
+    f"{A}.optim.lr_scheduler_type": To("train.schedule", {"constant": None, "cosine": "cosine"}),
+    f"{A}.optim.weight_decay": To("train.weight_decay", as_number),
+    f"{A}.optim.betas": To("train.betas"),
+    f"{A}.grad_clip": To("train.grad_clip", as_number),
+    f"{A}.ppo_mini_batch_size": By("algorithm.options.mini_batches"),
+    f"{A}.ppo_micro_batch_size": Not(BUDGET),
+    f"{A}.ppo_micro_batch_size_per_gpu": Not(BUDGET),
+    f"{A}.ppo_max_token_len_per_gpu": To("train.token_budget"),
+    f"{A}.use_dynamic_bsz": Not(),
+    f"{A}.ppo_epochs": To(f"{OPTIONS}.epochs"),
+    f"{A}.clip_ratio": By("algorithm.options.clip_low, algorithm.options.clip_high"),
+    f"{A}.clip_ratio_low": By("algorithm.options.clip_low"),
+    f"{A}.clip_ratio_high": By("algorithm.options.clip_high"),
+    f"{A}.clip_ratio_c": To(f"{OPTIONS}.max_ratio", as_number),
+    f"{A}.use_kl_loss": By("algorithm.options.kl_coef"),
+    f"{A}.kl_loss_coef": By("algorithm.options.kl_coef"),
+    f"{A}.kl_loss_type": By("algorithm.options.kl_estimator"),
+    f"{A}.entropy_coeff": To(f"{OPTIONS}.entropy_coef", lambda value: as_number(value) or None),
+    f"{A}.loss_agg_mode": To(
+        f"{OPTIONS}.loss_normalization",
+        {
+            "token-mean": "token",
+            "seq-mean-token-mean": "sequence",
+            "seq-mean-token-sum-norm": "constant",
+        },
+    ),
+    f"{A}.policy_loss.loss_mode": To("algorithm.name", LOSS_MODES),
+    f"{A}.policy_loss.clip_cov_ratio": To(f"{OPTIONS}.cov_share", as_number),
+    f"{A}.policy_loss.kl_cov_ratio": To(f"{OPTIONS}.cov_share", as_number),
+    f"{A}.policy_loss.ppo_kl_coef": To(f"{OPTIONS}.cov_penalty", as_number),
+    f"{A}.ulysses_sequence_parallel_size": To(
+        "train.cp", lambda ranks: ranks if ranks > 1 else None
+    ),
+    f"{A}.megatron.tensor_model_parallel_size": To("train.tp"),
+    f"{A}.megatron.pipeline_model_parallel_size": To("train.pp"),
+    f"{A}.megatron.context_parallel_size": To("train.cp"),
+    f"{A}.megatron.expert_model_parallel_size": To("train.ep"),
+    f"{A}.strategy": Not(),
+    f"{A}.fsdp_config.param_offload": Not(OFFLOAD),
+    f"{A}.fsdp_config.optimizer_offload": Not(OFFLOAD),
+    f"{R}.name": To("rollout.engine", {"vllm": "vllm", "hf": None}),
+    f"{R}.n": To("algorithm.group_size"),
+    f"{R}.temperature": To("rollout.temperature", as_number),
+    f"{R}.top_p": To("rollout.top_p", as_number),
+    f"{R}.top_k": To("rollout.top_k", lambda k: max(0, k)),
+    f"{R}.tensor_model_parallel_size": To("rollout.vllm.tensor_parallel"),
+    f"{R}.gpu_memory_utilization": To("rollout.vllm.gpu_memory_utilization", as_number),
+    f"{R}.max_model_len": To("rollout.vllm.max_model_len"),
+    f"{R}.enforce_eager": To("rollout.vllm.enforce_eager", {True: True, False: None}),
+    f"{R}.max_num_seqs": To("rollout.max_rows"),
+    f"{R}.response_length": Not(),
+    f"{R}.multi_turn.max_assistant_turns": To("environment.max_turns"),
+    f"{R}.log_prob_micro_batch_size_per_gpu": Not(BUDGET),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": Not(BUDGET),
+    "actor_rollout_ref.ref.fsdp_config.param_offload": Not(OFFLOAD),
+    "actor_rollout_ref.hybrid_engine": Not("colocate = true shares a device"),
+    "algorithm.adv_estimator": By("algorithm.name"),
+    "algorithm.gamma": By("algorithm.options.gamma"),
+    "algorithm.lam": By("algorithm.options.gae_lambda"),
+    "algorithm.use_kl_in_reward": By("algorithm.options.kl_reward"),
+    "algorithm.kl_ctrl.kl_coef": By("algorithm.options.kl_reward"),
+    "algorithm.kl_penalty": By("algorithm.options.kl_reward_estimator"),
+    "algorithm.norm_adv_by_std_in_grpo": To(f"{OPTIONS}.scale_rewards", {True: None, False: False}),
+    "critic.model.path": To("critic.source", note="put the model's folder here"),
+    "critic.optim.lr": To("critic.learning_rate", as_number),
+    "critic.cliprange_value": To(f"{OPTIONS}.value_clip", as_number),
+    "custom_reward_function.path": By("reward.functions"),
+    "custom_reward_function.name": By("reward.functions"),
+    "reward_model.enable": Not("name a function that asks it in reward.functions"),
+    "trainer.total_training_steps": To("train.steps"),
+    "trainer.total_epochs": By("train.steps"),
+    "trainer.save_freq": To("checkpoint.every", lambda steps: steps if steps > 0 else None),
+    "trainer.test_freq": To("evaluate.every", lambda steps: steps if steps > 0 else None),
+    "trainer.experiment_name": To("name"),
+    "trainer.critic_warmup": By("algorithm.options.critic_warmup_steps"),
+    "trainer.n_gpus_per_node": Not("a rank of the trainer takes a device: train.dp, train.tp"),
+    "trainer.nnodes": Not("docs/cluster.md: workers on several machines"),
+    "trainer.logger": Not("asyncdock track RUN shows a run in TensorBoard, MLflow or W&B"),
+    "trainer.project_name": Not(),
+    "trainer.default_local_dir": Not("asyncdock run RECIPE --out FOLDER"),
+}
+
+
+def convert(settings: Mapping[str, Any]) -> Conversion:
+    """Return the recipe of verl's ``settings``."""
+    done = apply_rules(settings, RULES)
+    _data(settings, done)
+    _algorithm(settings, done)
+    _kl(settings, done)
+    _clip(settings, done)
+    prompts = settings.get("data.train_batch_size")
+    part = settings.get(f"{A}.ppo_mini_batch_size")
+    if prompts and part:
+        done.put(f"{OPTIONS}.mini_batches", max(1, prompts // part), f"{A}.ppo_mini_batch_size")
+    ratio = as_number(settings.get(f"{A}.optim.lr_warmup_steps_ratio"))
+    if ratio and "train.steps" in done.recipe:
+        steps = round(ratio * done.recipe["train.steps"])
+        done.put("train.warmup_steps", steps, f"{A}.optim.lr_warmup_steps_ratio")
+    if "train.steps" not in done.recipe:
+        done.remarks["trainer.total_epochs"] = "put the number of optimizer steps into train.steps"
+    return done
+
+
+def _data(settings: Mapping[str, Any], done: Conversion) -> None:
+    files = settings.get("data.train_files")
+    path = files[0] if isinstance(files, list) and files else files
+    done.put("prompts.source", source_of(path, "parquet"))
+    if path:
+        done.put("prompts.path", path, "data.train_files")
+    if isinstance(files, list) and len(files) > 1:
+        done.remarks["data.train_files"] = "the first one; name the others in prompts.sources"
+    name = settings.get("custom_reward_function.name", "compute_score")
+    if script := settings.get("custom_reward_function.path"):
+        module = str(script).rpartition("/")[2].removesuffix(".py")
+        function = [{"name": f"{module}:{name}"}]
+        done.put("reward.functions", function, "custom_reward_function.path")
+        done.remarks["custom_reward_function.path"] = (
+            "verl calls it with one solution; here it gets lists: (prompts, completions, **columns)"
+        )
+
+
+def _algorithm(settings: Mapping[str, Any], done: Conversion) -> None:
+    estimator = settings.get("algorithm.adv_estimator", "gae")
+    if estimator not in ESTIMATORS:
+        done.remarks["algorithm.adv_estimator"] = f"{estimator!r} has no equal here"
+        return
+    name = ESTIMATORS[estimator]
+    if name == "grpo":
+        name = done.recipe.get("algorithm.name", name)
+    done.put("algorithm.name", name, "algorithm.adv_estimator")
+    if estimator == "reinforce_plus_plus_baseline":
+        done.put(f"{OPTIONS}.baseline", "group")
+    if name == "ppo":
+        for key, option in (("gamma", "gamma"), ("lam", "gae_lambda")):
+            if f"algorithm.{key}" in settings:
+                value = as_number(settings[f"algorithm.{key}"])
+                done.put(f"{OPTIONS}.{option}", value, f"algorithm.{key}")
+        if "critic.source" in done.recipe or "critic.learning_rate" in done.recipe:
+            done.put(f"{OPTIONS}.critic", "own")
+        warmup = settings.get("trainer.critic_warmup")
+        done.put(f"{OPTIONS}.critic_warmup_steps", warmup or None, "trainer.critic_warmup")
+    else:
+        for key in [key for key in done.recipe if key.startswith("critic.")]:
+            del done.recipe[key]
+
+
+def _kl(settings: Mapping[str, Any], done: Conversion) -> None:
+    if settings.get(f"{A}.use_kl_loss"):
+        coef = as_number(settings.get(f"{A}.kl_loss_coef", 0.001))
+        done.put(f"{OPTIONS}.kl_coef", coef, f"{A}.use_kl_loss", f"{A}.kl_loss_coef")
+        kind = str(settings.get(f"{A}.kl_loss_type", "low_var_kl")).removesuffix("+")
+        estimator = ESTIMATORS_OF_KL.get(kind)
+        if estimator is None:
+            done.remarks[f"{A}.kl_loss_type"] = f"{kind!r} has no equal here; k3 is taken"
+        elif estimator == "k1":
+            done.put(f"{OPTIONS}.kl_weighted", True)
+        done.put(f"{OPTIONS}.kl_estimator", estimator, f"{A}.kl_loss_type")
+    if settings.get("algorithm.use_kl_in_reward"):
+        coef = as_number(settings.get("algorithm.kl_ctrl.kl_coef", 0.001))
+        names = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
+        done.put(f"{OPTIONS}.kl_reward", coef, *names)
+        kind = ESTIMATORS_OF_KL.get(str(settings.get("algorithm.kl_penalty", "kl")))
+        done.put(f"{OPTIONS}.kl_reward_estimator", kind, "algorithm.kl_penalty")
+
+
+def _clip(settings: Mapping[str, Any], done: Conversion) -> None:
+    for side in ("low", "high"):
+        name = f"{A}.clip_ratio_{side}"
+        value = as_number(settings.get(name, settings.get(f"{A}.clip_ratio")))
+        if value is not None:
+            done.put(f"{OPTIONS}.clip_{side}", value, name, f"{A}.clip_ratio")

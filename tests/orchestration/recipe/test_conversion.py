@@ -1,0 +1,211 @@
+"""Configurations of TRL and verl, as their users write them, become recipes that are sound, and what
+cannot be carried over is said."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from orchestration.recipe.conversion import trl, verl
+from orchestration.recipe.conversion.conversion import NotConverted, read_settings
+from orchestration.recipe.loading.load import parse_recipe
+from orchestration.recipe.loading.toml import toml_tables
+from orchestration.recipe.schema import Recipe
+from tests.conversions import RULES, written
+from tests.sources import ROOT
+
+TRL = """\
+model_name_or_path: {model}
+dataset_name: {rows}
+learning_rate: 1e-6
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs:
+  min_lr_rate: 0.1
+warmup_ratio: 0.1
+max_steps: 40
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 4
+num_generations: 8
+max_completion_length: 256
+beta: 0.04
+epsilon: 0.2
+epsilon_high: 0.28
+loss_type: grpo
+scale_rewards: none
+mask_truncated_completions: true
+reward_funcs: [my_rewards.exact, my_rewards.brevity]
+reward_weights: [1.0, 0.2]
+use_peft: true
+lora_r: 32
+adam_beta2: 0.95
+bf16: false
+logging_steps: 1
+report_to: wandb
+gradient_checkpointing: true
+some_new_argument: 3
+"""
+VERL = """\
+set -x
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files={rows} \\
+    data.train_batch_size=64 \\
+    data.max_prompt_length=256 \\
+    data.max_response_length=128 \\
+    data.truncation='error' \\
+    actor_rollout_ref.model.path={model} \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.actor.entropy_coeff=0.01 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.actor.loss_agg_mode=token-mean \\
+    actor_rollout_ref.rollout.n=5 \\
+    actor_rollout_ref.rollout.name=hf \\
+    algorithm.use_kl_in_reward=False \\
+    trainer.critic_warmup=0 \\
+    trainer.logger='["console","wandb"]' \\
+    trainer.total_training_steps=100 \\
+    trainer.test_freq=5 $@
+"""
+
+
+def write_rows(path: Path) -> None:
+    rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(80)]
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sound(tables: dict[str, Any]) -> Recipe:
+    """The recipe, written and read again."""
+    return parse_recipe(tomllib.loads(toml_tables(tables)))
+
+
+def test_trls_arguments_become_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_rewards.py").write_text("def exact(completions): ...\nbrevity = exact\n")
+    file = tmp_path / "grpo.yaml"
+    rows = tmp_path / "rows.jsonl"
+    write_rows(rows)
+    file.write_text(TRL.format(model="tiny", rows=rows))
+    done = trl.convert(read_settings(file))
+    recipe = sound({"name": "from-trl", **done.tables()})
+    assert recipe.train.model_dump(
+        include={"steps", "groups_per_step", "learning_rate", "schedule", "schedule_floor"}
+    ) == {
+        "steps": 40,
+        "groups_per_step": 4,
+        "learning_rate": 1e-6,
+        "schedule": "cosine",
+        "schedule_floor": 0.1,
+    }
+    assert recipe.train.warmup_steps == 4
+    assert recipe.train.betas == (0.9, 0.95)
+    assert recipe.train.activation_checkpointing
+    assert recipe.algorithm.group_size == 8
+    assert recipe.model.lora.rank == 32
+    algorithm = recipe.typed_algorithm.model_dump()
+    wanted = {
+        "kl_coef": 0.04,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "loss_normalization": "sequence",
+        "scale_rewards": False,
+    }
+    assert algorithm | wanted == algorithm
+    assert recipe.rollout.truncated == "mask"
+    assert [(f.name, f.weight) for f in recipe.reward.functions] == [
+        ("my_rewards:exact", 1.0),
+        ("my_rewards:brevity", 0.2),
+    ]
+    assert done.remarks.keys() >= {"some_new_argument", "report_to", "reward_funcs"}
+    assert "logging_steps" not in done.remarks
+
+
+def test_the_overrides_of_a_script_of_verl_become_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    rows = tmp_path / "train.parquet"
+    write_rows(rows)
+    file.write_text(VERL.format(model="tiny", rows=rows))
+    done = verl.convert(read_settings(file))
+    tables = done.tables() | {"reward": {"functions": [{"name": "exact_number"}]}}
+    recipe = sound({"name": "from-verl", **tables, "pipeline": {"arena": "512MiB"}})
+    assert recipe.train.steps == 100
+    assert recipe.train.groups_per_step == 64
+    assert recipe.algorithm.group_size == 5
+    algorithm = recipe.typed_algorithm.model_dump()
+    wanted = {"mini_batches": 4, "kl_coef": 0.001, "kl_estimator": "k3", "entropy_coef": 0.01}
+    assert algorithm | wanted | {"clip_high": 0.28} == algorithm
+    assert recipe.prompts.path == str(rows)
+    assert recipe.prompts.max_prompt_tokens == 256
+    assert recipe.evaluate.every == 5
+    assert "token_budget" in done.remarks[f"{verl.A}.ppo_micro_batch_size_per_gpu"]
+
+
+def test_ppo_of_verl_has_its_critic(tmp_path: Path) -> None:
+    rows = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    write_rows(rows[0])
+    settings = {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam": 0.97,
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": "1e-3",
+        "critic.optim.lr": "1e-5",
+        "trainer.critic_warmup": 3,
+        "trainer.total_training_steps": 10,
+        "actor_rollout_ref.model.path": "tiny",
+        "data.train_files": [*map(str, rows)],
+    }
+    done = verl.convert(settings)
+    functions = {"reward": {"functions": [{"name": "exact_number"}]}}
+    recipe = sound({"name": "ppo", **done.tables(), **functions})
+    algorithm = recipe.typed_algorithm.model_dump()
+    wanted = {"critic": "own", "gae_lambda": 0.97, "kl_reward": 1e-3, "critic_warmup_steps": 3}
+    assert algorithm | wanted == algorithm
+    assert recipe.critic.learning_rate == 1e-5
+    assert "prompts.sources" in done.remarks["data.train_files"]
+
+
+@pytest.mark.parametrize("module", [trl, verl])
+def test_every_rule_names_a_key_that_there_is(module: Any) -> None:
+    """A key that was renamed would be refused by the recipe that this makes."""
+    from orchestration.recipe.conversion.conversion import To
+
+    known = json.dumps(Recipe.model_json_schema())
+    for name, rule in module.RULES.items():
+        if isinstance(rule, To) and not rule.key.startswith("algorithm.options."):
+            assert f'"{rule.key.rpartition(".")[2]}":' in known, name
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_page_has_every_rule(name: str) -> None:
+    page = ROOT / "docs" / name
+    assert page.read_text() == written(page), "run python -m tests.conversions docs/…"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        ("- a\n- b\n", "a.yaml", "no table of settings"),
+        ("a: [", "a.yaml", "cannot be read"),
+        ("echo hello\n", "run.sh", "no words as a.key=value"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(
+    text: str, name: str, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(NotConverted, match=says):
+        read_settings(file)
