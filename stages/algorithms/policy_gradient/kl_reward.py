@@ -23,8 +23,8 @@ class KLReward(Algorithm):
         ge=0,
         description="Each token's reward is lowered by this × the estimate of KL(policy || "
         "reference), by the logprobs of the policy that generated it; without a critic that of a "
-        "response by the sum over its tokens. Above 0 the run has a reference stage. `kl_coef` adds a KL to "
-        "the loss instead.",
+        "response by the sum over its tokens. Above 0 the run has a reference stage. `kl_coef` "
+        "adds a KL to the loss instead.",
     )
     kl_reward_estimator: Literal["k1", "k2", "k3"] = Field(
         default="k1",
