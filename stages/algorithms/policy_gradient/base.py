@@ -117,7 +117,8 @@ class PolicyGradient(Algorithm):
         ge=0,
         description="Responses with a negative advantage are left out of the loss where the mean "
         "of log(rollout / current) over their tokens is above this (DeepSeek-V3.2, arXiv "
-        "2512.02556, section 3.1): what the policy has moved away from teaches it nothing safe. Default: none.",
+        "2512.02556, section 3.1): what the policy has moved away from teaches it nothing safe. "
+        "Default: none.",
     )
     entropy_coef: float = Field(
         default=0.0,
