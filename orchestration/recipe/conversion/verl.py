@@ -227,8 +227,8 @@ def _kl(settings: Mapping[str, Any], done: Conversion) -> None:
         coef = as_number(settings.get("algorithm.kl_ctrl.kl_coef", 0.001))
         names = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
         done.put(f"{OPTIONS}.kl_reward", coef, *names)
-        kind = ESTIMATORS_OF_KL.get(str(settings.get("algorithm.kl_penalty", "kl")))
-        done.put(f"{OPTIONS}.kl_reward_estimator", kind, "algorithm.kl_penalty")
+        penalty = ESTIMATORS_OF_KL.get(str(settings.get("algorithm.kl_penalty", "kl")))
+        done.put(f"{OPTIONS}.kl_reward_estimator", penalty, "algorithm.kl_penalty")
 
 
 def _clip(settings: Mapping[str, Any], done: Conversion) -> None:

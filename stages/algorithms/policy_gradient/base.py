@@ -243,7 +243,7 @@ class PolicyGradient(Algorithm):
             means |= {"weight_mean": weight, "mask_fraction": (~mask).to(ratio.dtype)}
             per_token = per_token * (mask if proximal is rollout else weight * mask)
         if self.off_policy_mask is not None:
-            per_token = per_token * (stays := self._near_policy(tokens))
+            per_token = per_token * (stays := near_policy(tokens, self.off_policy_mask))
             means["off_policy_fraction"] = (~stays).to(ratio.dtype)
         if self.kl_coef:
             per_token = per_token + self.kl_coef * self._kl(tokens)
@@ -258,14 +258,6 @@ class PolicyGradient(Algorithm):
                 raise ValueError("entropy_coef: this train engine computes no entropy")
             loss = loss - self.entropy_coef * tokens.mean(tokens.entropy)
         return LossOutput(loss, metrics)
-
-    def _near_policy(self, tokens: TokenBatch) -> torch.Tensor:
-        """Return bool [T], the tokens of responses that :attr:`off_policy_mask` leaves in the
-        loss."""
-        away = tokens.over_sequences(
-            tokens["rollout_logprobs"] - tokens.logprobs.detach(), mean=True
-        )
-        return (tokens["advantage"] >= 0) | (away <= self.off_policy_mask)
 
     def _kl(self, tokens: TokenBatch) -> torch.Tensor:
         """Return what is added to each token's loss [T], before ``kl_coef``."""
@@ -365,6 +357,13 @@ def at_level(log_ratio: torch.Tensor, tokens: TokenBatch, level: Level) -> torch
     if level != "token":
         log_ratio = tokens.over_sequences(log_ratio, mean=level == "geometric")
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+
+
+def near_policy(tokens: TokenBatch, most: float) -> torch.Tensor:
+    """Return bool [T]: the tokens with an advantage that is not negative, and those of responses of
+    which the mean of log(rollout / current) is at most ``most``."""
+    away = tokens.over_sequences(tokens["rollout_logprobs"] - tokens.logprobs.detach(), mean=True)
+    return (tokens["advantage"] >= 0) | (away <= most)
 
 
 def k3(tokens: TokenBatch) -> torch.Tensor:
