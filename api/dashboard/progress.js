@@ -6,11 +6,17 @@
  * Applying a step again (history and stream overlap; a trainer replays after a death) changes nothing.
  */
 
+import { fixed, number, percent } from "./format.js";
+
 export const SHARES = ["busy", "waiting_input", "waiting_room", "other"];
 export const WORDS = { busy: "busy", waiting_input: "waiting for input", waiting_room: "waiting for room", other: "other" };
 export const ENDED = ["finished", "stopped", "failed"];
 export const STATES = { created: "waiting" }; // words of states that are not shown by their names
 
+// Of a reward function what is noticed: its share of the differences of rewards, its correlation with the rest of the reward.
+const DOMINANT = 0.9;
+const OPPOSED = -0.3;
+const OFTEN = 0.1; // calls that fail
 const RATE_STEPS = 8; // steps that tokens per second and the time left look back
 const SPAN_SECONDS = 660; // how long spans are kept
 const GONE = 6; // seconds that a worker reports later than the others, after which it is not shown as at work
@@ -122,6 +128,9 @@ export class Progress {
   }
 
   step(data) {
+    for (const [name, figures] of Object.entries(data.rewards ?? {})) {
+      for (const [what, value] of Object.entries(figures)) data[`rewards/${name}/${what}`] = value; // as the history has it
+    }
     if (!this.steps.has(data.step)) this.sorted = null;
     this.steps.set(data.step, data);
     this.changed += 1;
@@ -223,7 +232,37 @@ export class Progress {
         const before = history[at - 1];
         return before && step.time > before.time ? Math.max(0, step[name] - before[name]) / (step.time - before.time) : null;
       });
-    return { step: history.map((step) => step.step), get, speed };
+    const grown = (name) =>
+      history.map((step, at) => {
+        const before = history[at - 1] ?? { step: step.step - 1, [name]: 0 };
+        return Math.max(0, step[name] - before[name]) / (step.step - before.step);
+      });
+    return { step: history.map((step) => step.step), get, speed, grown };
+  }
+
+  /** Names of the run's reward functions. */
+  get functions() {
+    return (this.recipe.reward?.functions ?? []).map(({ name }) => name);
+  }
+
+  /** Why the reward may not rise: what stands out in the scores of its functions in the last steps. */
+  get rewardFindings() {
+    const names = this.functions;
+    const recent = this.history.slice(-RATE_STEPS);
+    if (recent.length < RATE_STEPS) return [];
+    const mean = (name, what) => {
+      const values = recent.map((step) => step[`rewards/${name}/${what}`]).filter(Number.isFinite);
+      return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+    };
+    return names.flatMap((name) => {
+      const [score, std, share, correlation, calls, failed] = ["mean", "std", "share", "correlation", "calls", "failed"].map((what) => mean(name, what));
+      return [
+        failed > OFTEN * calls && `${name} failed in ${percent(failed / calls)} of its calls.`,
+        names.length > 1 && std === 0 && `${name} scores all responses with ${number(score)}: it teaches nothing.`,
+        share > DOMINANT && `${name} makes ${percent(share)} of the differences between the rewards of a group: the other functions hardly count.`,
+        share !== null && share * names.length <= 1 && correlation < OPPOSED && `${name} pulls against the rest of the reward: its scores correlate with that by ${fixed(correlation, 2)}.`,
+      ].filter(Boolean);
+    });
   }
 
   /** Whether others have reported since a worker should have. */
@@ -283,6 +322,7 @@ export class Progress {
       }
     }
     if (this.forecast?.reason) watch(`From step ${this.forecast.step}: ${this.forecast.reason}.`);
+    for (const text of this.rewardFindings) watch(text);
     for (const alarm of this.alarms.slice(-3).reverse()) watch(`Alarm at step ${alarm.step}: ${alarm.reason}.`);
     if (this.restarts) watch(`${this.restarts} worker restart${this.restarts > 1 ? "s" : ""}.`);
     return findings.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));

@@ -14,7 +14,7 @@ import math
 import statistics
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -42,7 +42,8 @@ class StepPoint:
     """One step, or several that follow each other, added up.
 
     ``reward_sum`` is of the ``rewarded`` steps, whose mean reward is finite. ``step_seconds`` is of
-    one of the steps, picked at random. ``version`` and ``tokens_generated`` are of the last one.
+    one of the steps, picked at random. ``version``, ``tokens_generated`` and ``rewards`` are of the
+    last one.
     """
 
     first: int
@@ -61,6 +62,7 @@ class StepPoint:
     tokens_generated: int
     seconds: float
     step_seconds: float
+    rewards: Mapping[str, Mapping[str, float | None]]
 
     @classmethod
     def of(cls, step: StepEvent) -> Self:
@@ -84,6 +86,7 @@ class StepPoint:
             tokens_generated=step.tokens_generated,
             seconds=step.seconds or 0.0,
             step_seconds=step.seconds or 0.0,
+            rewards=step.rewards,
         )
 
     @property

@@ -275,6 +275,15 @@ def _of_step(number: str) -> Values:
     return read
 
 
+def _of_calls(numbers: Mapping[tuple[str, ...], str]) -> Values:
+    """Return numbers of the calls of reward functions, by their label."""
+    return lambda run: {
+        (name, *label): calls[what]
+        for name, calls in run.totals.reward_calls.items()
+        for label, what in numbers.items()
+    }
+
+
 def _of_workers(number: Callable[[WorkerTotals], float]) -> Values:
     return lambda run: {
         (worker.latest.stage, name): number(worker) for name, worker in run.totals.workers.items()
@@ -418,6 +427,45 @@ FAMILIES = (
     ),
     Family(
         GAUGE, "run_reward_mean", "Mean reward of the newest step.", (), _of_step("reward_mean")
+    ),
+    Family(
+        GAUGE,
+        "run_reward_function",
+        "Scores of a reward function in the newest step.",
+        ("function", "stat"),
+        lambda run: {
+            (name, stat): figures.get(stat)
+            for name, figures in getattr(run.totals.step, "rewards", {}).items()
+            for stat in ("mean", "std", "share", "correlation")
+        },
+    ),
+    Family(
+        COUNTER,
+        "run_reward_calls",
+        "Calls of a reward function: all, those that failed, those made again.",
+        ("function", "what"),
+        _of_calls({("made",): "calls", ("failed",): "failed", ("again",): "again"}),
+    ),
+    Family(
+        COUNTER,
+        "run_reward_lost",
+        "Responses that a reward function could not score.",
+        ("function",),
+        _of_calls({(): "lost"}),
+    ),
+    Family(
+        COUNTER,
+        "run_reward_seconds",
+        "Seconds of the calls of a reward function.",
+        ("function",),
+        _of_calls({(): "seconds"}),
+    ),
+    Family(
+        GAUGE,
+        "run_equal_groups",
+        "Share of groups of the newest step whose rewards are all equal.",
+        (),
+        _of_step("equal_groups"),
     ),
     Family(GAUGE, "run_loss", "Loss of the newest step.", (), _of_step("loss")),
     Family(

@@ -6,15 +6,17 @@ import re
 from collections.abc import Iterable, Mapping
 
 from api.schemas.events import numbers_of
+from orchestration.history.lines import finite_numbers
 from orchestration.history.reduction import KINDS, OF_WORKERS
 
 POINTS = 1000  # of a series, about, when the request gives no `every`
 WIDTHS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400)  # seconds
 RAW_SECONDS = 300.0  # up to this range each event is a point: two a second for each worker
 
-# Names that a request may give; the algorithm adds numbers of its own to a step.
+# Names that a request may give; the algorithm adds numbers of its own to a step, and reward
+# functions have names of their own.
 SERIES = re.compile(
-    r"step(\.[A-Za-z0-9_]{1,60})?"
+    r"step(\.[A-Za-z0-9_]{1,60}|\.rewards/[\w.:/-]{1,200})?"
     + "".join(rf"|{kind}(\.({'|'.join(numbers_of(kind))}))?" for kind in KINDS if kind != "step")
     + rf"|({'|'.join(OF_WORKERS)})/[A-Za-z0-9_.-]{{1,150}}"
 )
@@ -72,11 +74,7 @@ def names_like(name: str, workers: Iterable[str], step: Mapping[str, object]) ->
     ['step', 'step.loss']
     """
     kind = name.partition(".")[0].partition("/")[0]
-    numbers = (
-        [key for key, value in step.items() if isinstance(value, int | float)]
-        if kind == "step"
-        else []
-    )
+    numbers = list(finite_numbers(step)) if kind == "step" else []
     if kind == "step":
         return [kind, *(f"{kind}.{number}" for number in numbers)] if numbers else []
     by_worker = [f"{kind}/{worker}" for worker in sorted(workers)]

@@ -42,6 +42,16 @@ MLFLOW_NAME = 250
 MLFLOW_VALUE = 6000
 # by a run's last state
 MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+# numbers of a step that TRL has under another name, which they get beside ours
+TRL_NAMES = {
+    "reward_mean": "reward",
+    "equal_groups": "frac_reward_zero_std",
+    "response_length_mean": "completions/mean_length",
+    "truncated": "completions/clipped_ratio",
+    "kl_reference": "kl",
+    "clip_fraction": "clip_ratio/region_mean",
+    "seconds": "step_time",
+}
 WAIT_SECONDS = 10.0
 SHOWN_AT_ONCE = 500  # points
 # between two writes of tracked.json; points since the last one are shown again after a kill
@@ -94,13 +104,14 @@ class Points:
         data = event.data
         match event.kind:
             case "step":
-                yield from self._point(event, "train", data)
+                rewards = data.get("rewards", {})
+                short = {name.rpartition(":")[2]: of_name for name, of_name in rewards.items()}
+                own = {"rewards": short} if len(short) == len(rewards) else {}
+                as_trl = {name: data[ours] for ours, name in TRL_NAMES.items() if ours in data}
+                yield from self._point(event, "train", {**data, **own, **as_trl})
                 yield from self._shares(event)
             case "evaluation":
-                means = {
-                    f"functions/{name}": mean for name, mean in data.get("functions", {}).items()
-                }
-                yield from self._point(event, "evaluation", {**data, **means})
+                yield from self._point(event, "evaluation", data)
             case "sync":
                 yield from self._point(
                     event, f"sync/{data['worker']}", of_one(data), step=int(data["version"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -23,6 +23,7 @@ from api.telemetry.trajectories import summarize_trajectories, trajectories_text
 from api.terminal.numbers import count, duration, number, percent, short_seconds, unscored
 from orchestration.history.totals import SHARES, shares
 from orchestration.units import format_size
+from pipeline.data.events import StepEvent
 
 SPARKS = "▁▂▃▄▅▆▇█"
 # Each share of time has its own glyph and its own colour; either of them identifies it.
@@ -195,6 +196,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
         ),
         ("entropy", Text(f"{number(measured.get('entropy'), '.3f')} nats")),
         ("effective", Text(f"{percent(measured.get('ess'))} of tokens   lr {rate}")),
+        ("equal", Text(f"rewards in {percent(measured.get('equal_groups'))} of groups")),
     ]
     right_rows = [
         ("tokens/s", _speed(progress, width)),
@@ -203,6 +205,14 @@ def _learning(progress: Progress, width: int) -> RenderableType:
         ("weights", _weights(progress, width)),
         ("swap", _swap(progress)),
         ("truncated", Text(f"{percent(measured.get('truncated'))} of responses")),
+        (
+            "length",
+            Text(
+                f"{number(step and step.response_length_mean)} tokens   rewarded above "
+                f"{number(measured.get('response_length_above'))}, below "
+                f"{number(measured.get('response_length_below'))}"
+            ),
+        ),
     ]
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(style="dim", no_wrap=True)
@@ -312,7 +322,7 @@ def _stages(progress: Progress, width: int) -> RenderableType:
     groups = ", ".join(
         f"{count(totals[0])} {reason}" for reason, totals in progress.dropped.items()
     )
-    lines = call_lines(progress)
+    lines = [*_function_lines(progress.last), *call_lines(progress)]
     if trajectories := trajectories_text(summarize_trajectories(progress.trajectories)):
         lines.append(f"trajectories: {trajectories}")
     calls = [Text(f" {line}", style="dim") for line in lines]
@@ -322,6 +332,16 @@ def _stages(progress: Progress, width: int) -> RenderableType:
         *calls,
         *([Text(f" dropped groups: {groups}", style="yellow")] if groups else []),
     )
+
+
+def _function_lines(step: StepEvent | None) -> Iterator[str]:
+    """Yield the scores of each of several reward functions in ``step``, in one line each."""
+    for name, figures in step.rewards.items() if step and len(step.rewards) > 1 else ():
+        yield (
+            f"reward {name}: {number(figures.get('mean'), '.3f')} "
+            f"±{number(figures.get('std'), '.2f')}, "
+            f"{percent(figures.get('share'))} of the differences in a group"
+        )
 
 
 def call_lines(progress: Progress) -> list[str]:

@@ -43,6 +43,12 @@ class PlainView:
         self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
+def of_functions(step: StepEvent) -> str:
+    """Return the mean score of each of several reward functions, as a text; "" of one."""
+    means = (f"{name} {number(each.get('mean'), '.3f')}" for name, each in step.rewards.items())
+    return f" = {' + '.join(means)}" if len(step.rewards) > 1 else ""
+
+
 def plain_line(progress: Progress, event: Event) -> str:
     """Return ``event`` in one line, after ``progress`` has applied it; empty when it is not worth
     one."""
@@ -55,7 +61,7 @@ def plain_line(progress: Progress, event: Event) -> str:
             return (
                 f"step {data.step}/{progress.steps}  reward "
                 f"{number(data.reward_mean, '.3f')}"
-                f"{unscored(data.reward_failed, data.reward_absent)}  loss "
+                f"{unscored(data.reward_failed, data.reward_absent)}{of_functions(data)}  loss "
                 f"{number(data.loss, '.4f')}  kl {number(metrics.get('kl_behaviour'), '.2g')}  "
                 f"clipped {percent(metrics.get('clip_fraction'))}  entropy "
                 f"{number(metrics.get('entropy'), '.3f')}  staleness "

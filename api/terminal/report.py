@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.table import Table
 
-from api.telemetry.progress import Progress
+from api.telemetry.progress import Progress, StepPoint
 from api.terminal.numbers import duration, number, unscored
 from api.terminal.screen import pairs_table
 from orchestration.disk import replacing
@@ -96,17 +96,23 @@ def write_report(
         written(SAMPLES, lambda path: path.write_text(samples_markdown(progress), encoding="utf-8"))
     if progress.last:
         written(PLOT, lambda path: write_plot(path, progress))
-    return Report(summary, [*files, out_dir / METRICS], missing, _notes(progress))
+    return Report(summary, [*files, out_dir / METRICS], missing, _notes(progress, summary))
 
 
-def _notes(progress: Progress) -> list[str]:
-    """Return a remark when all rewards were equal: every advantage was 0 then, and the steps have
-    trained nothing."""
+def _notes(progress: Progress, summary: Mapping[str, Any]) -> list[str]:
+    """Return remarks on several reward functions, and one when all rewards were equal: every
+    advantage was 0 then, and the steps have trained nothing."""
     history = progress.history
     rewards = {reward for point in history for reward in (point.reward_low, point.reward_high)}
     are_equal = all(point.equal_rewards and point.rewarded == point.steps for point in history)
     if len(rewards) != 1 or not are_equal:
-        return []
+        if len(summary["rewards"]) < 2 and not any(
+            each["failed"] for each in summary["rewards"].values()
+        ):
+            return []
+        from api.terminal.reward_notes import reward_notes
+
+        return reward_notes(summary["rewards"], summary["steps_compared"])
     return [
         f"Every reward was {number(rewards.pop(), '.4g')}, in all {progress.steps_done} steps: "
         f"there was nothing to learn "
@@ -137,7 +143,8 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
     steps = sum(point.steps for point in history)
     compared = min(ENDS, -(-steps // 2))  # a short run's two ends must not be the same steps
     first = _mean(rewards[:compared])
-    final = _mean(rewards[len(rewards) - compared :])
+    ending = history[len(history) - compared :]
+    final = _mean([point.reward_mean for point in ending])
     evaluations = progress.evaluated.points
     stepping = progress.stepping_seconds
     stale = math.fsum(point.staleness_sum for point in history)
@@ -155,9 +162,19 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "reward_first_steps": first,
         "reward_last_steps": final,
         "reward_gain": None if first is None or final is None else final - first,
+        "rewards": {
+            name: {
+                "first_steps": _mean_of(history[:compared], name, "mean"),
+                "last_steps": _mean_of(ending, name, "mean"),
+                **{stat: _mean_of(ending, name, stat) for stat in ("std", "share", "correlation")},
+                **calls,
+            }
+            for name, calls in progress.reward_calls.items()
+        },
         "reward_failed": sum(step.reward_failed for step in history),
         "reward_absent": sum(step.reward_absent for step in history),
         "steps_compared": compared,
+        "last_step": {} if last is None else dict(last.metrics),
         "held_out_first": evaluations[0].event.reward_mean if evaluations else None,
         "held_out_last": evaluations[-1].event.reward_mean if evaluations else None,
         "evaluation": {
@@ -242,6 +259,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
             f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} "
             f"steps)" + unscored(summary["reward_failed"], summary["reward_absent"]),
         ),
+        ("functions", functions_text(summary["rewards"])),
         ("held out", "" if summary["held_out_first"] is None else f"{before} → {after}  (greedy)"),
         ("evaluation", evaluation_text(summary["evaluation"])),
         ("speed", speed_text(summary)),
@@ -274,6 +292,23 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         title=f"{summary['name']}: {summary['state']}",
         title_justify="left",
     )
+
+
+def functions_text(rewards: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the mean scores of each of several reward functions at both ends of a run, and of any
+    the responses that it could not score."""
+    return "; ".join(
+        f"{name} {number(figures['first_steps'], '.3f')} → {number(figures['last_steps'], '.3f')}"
+        + unscored(int(figures["lost"]), 0)
+        for name, figures in rewards.items()
+        if len(rewards) > 1 or figures["lost"]
+    )
+
+
+def _mean_of(points: Sequence[StepPoint], function: str, what: str) -> float | None:
+    """Return the mean of a number of a reward function over these steps."""
+    numbers = (point.rewards.get(function, {}).get(what) for point in points)
+    return _mean([value for value in numbers if value is not None])
 
 
 def speed_text(summary: Mapping[str, Any]) -> str:

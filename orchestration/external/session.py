@@ -28,6 +28,7 @@ from orchestration.external.weights import DIRECT, WAIT_SECONDS, ExternalWeights
 from orchestration.guard.rules import TOKENIZER
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
+from orchestration.rewards.functions import scored_by
 from orchestration.state.documents import LOADED, RUN_RECIPE, STEPPED
 from pipeline.data.columns import Packed, Schema
 from pipeline.documents.flow import SECRET, STATE
@@ -358,17 +359,20 @@ class External(ExternalWeights):
             raise Misfit(
                 "step", f"is not for stage {claim.stage!r}", "put the columns that it makes"
             )
-        names = list(REWARDS[: 1 + self.recipe.runs_stage("reward")])
+        functions = scored_by(self.recipe)
+        names = list(REWARDS[: 1 + bool(functions)])
         dock = await self._warehouses()
         names = [name for name in names if name in dock.schema]
         rows = await dock.fetch(claim, names)
         rewards = {name: rows[name] for name in names}
-        ledger = await self.index.ledger()
+        ledger, amounts = await self.index.ledger(), await self.index.amounts()
         now = time.time()
         since = await STEPPED.get(self.index) or now
         stale = (step - 1 - claim.oldest_version.astype(int)).tolist()
-        event = step_event(step, claim, rewards, stale, metrics, ledger, (now - since, now - since))
-        version = await self.index.train(claim, step - 1, event)
+        spent = (now - since, now - since)
+        calls = (functions, amounts)
+        event = step_event(step, claim, rewards, stale, metrics, ledger, spent, calls)
+        version = await self.index.train(claim, step - 1, event, amounts)
         self._times.put(claim, 0, int(claim.tokens.sum()))
         await STEPPED.put(self.index, now)
         await self.index.emit(await self.index.ledger_event())

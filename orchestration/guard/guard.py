@@ -14,25 +14,30 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from orchestration.guard.rules import (
     BRANCHING,
     COLLAPSED,
+    COMPARED_STEPS,
     CONSTANT,
     EQUAL_WEIGHTS,
     FAILING,
+    NORMAL,
+    RECENT,
     RESUMED,
+    REWARDS,
     TRENDS,
+    WARM_UP,
     Rule,
 )
 from orchestration.history.lines import finite_numbers
 from pipeline.data.events import AlarmEvent, EventData, StageEvent, StepEvent, SyncEvent
 
-COMPARED_STEPS = 32  # past steps that a metric is compared with
-WARM_UP = 8  # values before a trend is judged
-RECENT = 8  # steps that the chance of equal groups is estimated from
+if TYPE_CHECKING:
+    from orchestration.guard.functions import FunctionJudge
+
 TRAJECTORIES = 32  # that have ended, and turns that another one followed, which are judged together
-NORMAL = 1.4826  # median absolute deviations in a standard deviation
 # by which a step's mean may exceed the probe's limit: it is of other tokens, and of as few as 16
 MARGIN = 2.0
 # Below which a step of equal groups is an alarm; the latter where the mean jumps too.
@@ -97,6 +102,7 @@ class Guard:
         self._step = 0  # the newest one
         # of each environment worker, the numbers of trajectories at the last judgement
         self._trajectories = dict[str, Mapping[str, float]]()
+        self._functions: FunctionJudge | None = None  # of a run that needs one
 
     def observe(self, event: EventData) -> list[AlarmEvent]:
         """Return the alarms that ``event`` raises: at most one for each metric."""
@@ -130,6 +136,12 @@ class Guard:
         yield from self._constant(event.step, values, groups)
         yield from self._collapsed(event.step, values, rows, groups)
         yield from self._trends(event.step, values)
+        if len(event.rewards) > 1 and REWARDS not in self.options.off:
+            from orchestration.guard.functions import FunctionJudge
+
+            self._functions = self._functions or FunctionJudge(self.options.sensitivity)
+            for judgement in self._functions.of_step(event):
+                yield from self._changed(*judgement)
         for name in ("reward_mean", COLLAPSED.metric):
             if name in values:
                 self._window(name).values.append(values[name])

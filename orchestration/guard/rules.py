@@ -19,6 +19,13 @@ PROBE = "probe"
 TOKENIZER = "tokenizer"
 DROPPED = "dropped_groups"
 SCORES = "reward_scores"
+# Of single reward functions, as rewards/NAME/mean: orchestration/guard/functions.py.
+REWARDS = "rewards"
+
+COMPARED_STEPS = 32  # past steps that a metric is compared with
+WARM_UP = 8  # values before a trend is judged
+RECENT = 8  # steps that the chance of equal groups, and a share of failures, is taken from
+NORMAL = 1.4826  # median absolute deviations in a standard deviation
 
 
 @dataclass(frozen=True)
@@ -155,4 +162,4 @@ TRENDS = (
     ),
 )
 RULES = (EQUAL_WEIGHTS, RESUMED, CONSTANT, COLLAPSED, FAILING, BRANCHING, *TRENDS)
-METRICS = (PROBE, TOKENIZER, DROPPED, SCORES, *(rule.metric for rule in RULES))
+METRICS = (PROBE, TOKENIZER, DROPPED, SCORES, REWARDS, *(rule.metric for rule in RULES))

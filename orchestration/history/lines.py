@@ -14,6 +14,8 @@ ID_OF_LINE = re.compile(rb'\{"id": ?"(\d+-\d+)"')
 DIGITS = 7  # of a number, in the files: more than a measurement has
 # a number from here on has three decimals: seconds since a worker began keep their milliseconds
 WHOLE = 1e4
+# fields with the numbers of each reward function: of steps, and of evaluations
+BY_FUNCTION = ("rewards", "functions")
 _NUMBERS = (int, float)
 
 
@@ -90,9 +92,16 @@ def id_of(line: bytes) -> str:
 
 
 def finite_numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the values of ``data`` that a float holds."""
+    """Return the numbers among the values of ``data`` that a float holds, with those of reward
+    functions.
+
+    >>> finite_numbers({"step": 1, "rewards": {"spelling": {"mean": 0.5, "std": None}}, "groups": [3]})
+    {'step': 1.0, 'rewards/spelling/mean': 0.5}
+    """
     numbers: dict[str, float] = {}
     for name, value in data.items():
+        if name.partition("/")[0] in BY_FUNCTION and isinstance(value, Mapping):
+            numbers |= finite_numbers({f"{name}/{key}": item for key, item in value.items()})
         if not isinstance(value, _NUMBERS) or isinstance(value, bool):
             continue
         try:

@@ -33,6 +33,7 @@ RATE_SECONDS = 10.0  # recent rates and shares are those of this long a past
 SHARES = ("busy", "waiting_input", "waiting_room", "other")
 OPEN = "open"  # of the numbers of trajectories the one that does not only grow
 COUNTED_TOKENS = ("generated", "trained", "filtered")
+OF_CALLS = ("calls", "failed", "again", "lost", "seconds")  # of a reward function
 # Fields of RunTotals: plain values; and newest events.
 _PLAIN = (
     *(
@@ -45,7 +46,7 @@ _PLAIN = (
         "restarts",
         "epochs",
     ),
-    *("prompts_skipped", "prompts_cut", "alarm_counts"),
+    *("prompts_skipped", "prompts_cut", "alarm_counts", "reward_calls"),
 )
 _EVENTS: dict[str, type[EventData]] = {
     "step": StepEvent,
@@ -152,6 +153,8 @@ class RunTotals:
         self.prompts_skipped = self.prompts_cut = 0  # as they were too long
         self.alarms: deque[tuple[float, AlarmEvent]] = deque(maxlen=ALARMS)  # with their times
         self.alarm_counts: dict[str, int] = {}  # by metric
+        # by reward function what its calls have come to, as each step says of those before it
+        self.reward_calls: dict[str, dict[str, float]] = {}
 
     def wire(self) -> dict[str, Any]:
         """Return the totals as plain values, from which :meth:`of` makes them again."""
@@ -195,6 +198,10 @@ class RunTotals:
                 self.reason = data.reason or ""
             case StepEvent():
                 self.step = data
+                for name, figures in data.rewards.items():
+                    calls = self.reward_calls.setdefault(name, {})
+                    for what in OF_CALLS:
+                        calls[what] = calls.get(what, 0) + (figures.get(what) or 0)
             case LedgerEvent():
                 self.ledger = data
             case StageEvent():

@@ -61,8 +61,9 @@ def reward_set(
     )
 
 
-def scored_by(recipe: Recipe) -> tuple[str, ...]:
-    """Return the functions that a run of ``recipe`` calls, in the order of the column ``scores``;
-    none where another program scores."""
-    names = tuple(function.name for function in recipe.reward.functions)
-    return names if recipe.runs_stage("reward") else ()
+def scored_by(recipe: Recipe) -> dict[str, float]:
+    """Return the weights of the functions that a run of ``recipe`` calls, by their names and in the
+    order of the column ``scores``; {} where another program scores."""
+    if not recipe.runs_stage("reward"):
+        return {}
+    return {function.name: function.weight for function in recipe.reward.functions}

@@ -20,8 +20,9 @@ from typing import Literal
 
 import structlog
 
-from orchestration.guard.guard import COMPARED_STEPS, Guard, GuardOptions
+from orchestration.guard.guard import Guard, GuardOptions
 from orchestration.guard.past import KINDS, Past, read_past
+from orchestration.guard.rules import COMPARED_STEPS
 from orchestration.history.events_file import METRICS
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.schema import Recipe

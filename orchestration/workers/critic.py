@@ -15,7 +15,8 @@ from stages.algorithms import NamedAlgorithm
 from stages.inference.scores import Values
 from stages.parallel.options import critic_layout
 from stages.training.critic import CriticOrders, CriticRank, CriticWorker
-from stages.training.ranks import RankGroup, RankWorker
+from stages.training.rank_worker import RankWorker
+from stages.training.ranks import RankGroup
 
 
 class CriticJob(Job):

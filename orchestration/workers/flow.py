@@ -97,7 +97,7 @@ class FlowJob(Job):
         if recipe.runs_stage("reward") and "reward" in flow:
             self.control(await self.reward_stage())
         if CREDIT in flow:
-            rewards = scored_by(recipe) if "scores" in flow[CREDIT].needs else ()
+            rewards = tuple(scored_by(recipe)) if "scores" in flow[CREDIT].needs else ()
             rated = self.index if by_difficulty else None
             refill = self.index, recipe.algorithm.max_refill * recipe.train.groups_per_step
             self.control(

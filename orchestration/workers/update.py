@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints.checkpoint import Checkpoint
 from orchestration.recipe.sizes.planner import share_of_trained
+from orchestration.rewards.functions import scored_by
 from orchestration.state.documents import (
     CHECKPOINT_ASKED,
     CHECKPOINT_REPORTED,
@@ -33,14 +34,14 @@ from pipeline.worker.spans import Spans
 from stages.algorithms.batch import trained_columns
 from stages.engines.device_lease import DeviceLease
 from stages.samples.sample_log import FOLDER, Recorder, SampleLog
-from stages.training import skipped
-from stages.training.ranks import RankGroup, RankWorker
-from stages.training.skipped import SkippedSteps
+from stages.training.ranks import RankGroup
 from stages.training.update import Update
 from stages.weights.transport.roles import Publisher
 
 if TYPE_CHECKING:
     from stages.training.critic import CriticOrders
+    from stages.training.rank_worker import RankWorker
+    from stages.training.skipped import SkippedSteps
 
 # checkpoints that are kept while batches are skipped: the weights of the newest may be at fault
 ALL = sys.maxsize
@@ -116,6 +117,8 @@ class UpdateJob(Job):
 
     def make_rank_worker(self, device: DeviceLease, publisher: Publisher | None = None) -> None:
         """Make what a rank other than 0 does."""
+        from stages.training.rank_worker import RankWorker
+
         self.rank_worker = worker = RankWorker(
             self.dock,
             self.engine,
@@ -155,9 +158,9 @@ class UpdateJob(Job):
             recorder=await self._recorder(),
             publish_first=not recipe.runs_stage("rollout"),
             device=device,
-            skipped=self._skipped(),
+            skipped=self._skipped,
             critic=self.critic,
-            scored=recipe.runs_stage("reward"),
+            functions=scored_by(recipe),
         )
         self.version = lambda: self.stage.trained
         self.controller = self.control(self.stage, self._spans)
@@ -178,9 +181,11 @@ class UpdateJob(Job):
         return Recorder(self.dock, self.tokenizer, names, samples)
 
     def _skipped(self) -> SkippedSteps:
+        from stages.training import skipped
+
         folder = self.paths.out / skipped.FOLDER
         columns = trained_columns(self.algorithm(), self.dock.schema)
-        return SkippedSteps(
+        return skipped.SkippedSteps(
             self._reading(SampleLog(folder, 0)),
             folder,
             columns,

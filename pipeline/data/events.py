@@ -160,11 +160,21 @@ class StepEvent(EventData, kind="step"):
     skipped: Annotated[
         str, Doc("Why no step was taken: its loss or gradient was not finite. The weights stay.")
     ] = ""
+    rewards: Annotated[
+        Mapping[str, Mapping[str, Number]],
+        Doc(
+            "By reward function: `mean` and `std` of its scores of these rows; and of all its "
+            "calls since the step before what `stage` events have in `calls`. Of several "
+            "functions, within groups: `share`, the part of the reward's variance that it makes, "
+            "and `correlation` with the rest of the reward."
+        ),
+    ] = field(default_factory=dict)
     metrics: Mapping[str, Number] = field(default_factory=dict)  # sent beside the fields above
 
     def wire(self) -> dict[str, Any]:
         sent = super().wire()
-        return {**sent.pop("metrics", {}), **sent}
+        # no metric of that name takes its place
+        return {**sent.pop("metrics", {}), "rewards": self.rewards, **sent}
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Self:
@@ -279,7 +289,7 @@ class StageEvent(EventData, kind="stage"):
         Mapping[str, Mapping[str, float]],
         Doc(
             "Of a reward stage, by function: its `calls`, those that `failed`, those made `again`, "
-            "their `seconds`."
+            "their `seconds`, and the responses that were `lost`, as it could not score them."
         ),
     ] = field(default_factory=dict)
     trajectories: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from pipeline.data.events import EventData
@@ -41,10 +42,25 @@ class SwapTurn:
 class Training(Calls):
     """Calls of the trainer and of the rollout engines about versions."""
 
-    async def train(self, claim: Claim, version: int, event: EventData | None = None) -> int:
+    async def add_amounts(self, amounts: Mapping[str, float]) -> None:
+        """Add to what stages have done, by name: the next step reports it."""
+        await self.call("add_amounts", amounts=dict(amounts))
+
+    async def amounts(self) -> dict[str, float]:
+        """Return the amounts that no step has reported yet, by name."""
+        return dict(await self.call("amounts"))
+
+    async def train(
+        self,
+        claim: Claim,
+        version: int,
+        event: EventData | None = None,
+        reported: Mapping[str, float] = MappingProxyType({}),
+    ) -> int:
         """Record that an optimizer step was made of the claim's rows at ``version``; returns the
         trainer's new version, which is the step's number. ``event`` becomes a `step` event in the
-        same atomic step, so that readers get each step exactly once."""
+        same atomic step, so that readers get each step exactly once. ``reported``: those of
+        :meth:`amounts` that the event has."""
         rows, _ = ranges(claim.row)
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
         skipped = bool(getattr(event, "skipped", ""))
@@ -56,6 +72,7 @@ class Training(Calls):
                 rows=rows,
                 event=event and stamped(event),
                 skipped=skipped,
+                reported=dict(reported),
             )
         )
 

@@ -9,7 +9,7 @@ Trained   the rows of a whole claim, in an optimizer step   commit: they are con
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -43,13 +43,17 @@ class Output(ABC):
 class Written(Output):
     """``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version,
     tokens) of each row where the stage makes responses, and ``turns`` how many turns each has where
-    they are trajectories."""
+    they are trajectories. ``amounts``: what the stage has done beside, by name, which the next
+    step reports."""
 
     rows: Rows | None = None
     generated: Sequence[tuple[int, int]] | None = None
     turns: Sequence[int] | None = None
+    amounts: Mapping[str, float] = field(default_factory=dict)
 
     async def commit(self, dock: Dock, claim: Claim) -> None:
+        if self.amounts:  # before the rows, which may end the step at once
+            await dock.index.add_amounts(self.amounts)
         if self.positions:
             await dock.commit(
                 claim, self.positions, self.rows, generated=self.generated, turns=self.turns
@@ -87,12 +91,13 @@ class Dropped(Output):
 @dataclass(frozen=True, kw_only=True)
 class Trained(Output):
     """All rows of the claim were trained in an optimizer step at ``version``; ``event`` becomes its
-    `step` event atomically."""
+    `step` event atomically. ``reported``: the amounts of stages that it has."""
 
     version: int
     event: EventData | None
+    reported: Mapping[str, float] = field(default_factory=dict)
 
     ends_lease = True
 
     async def commit(self, dock: Dock, claim: Claim) -> None:
-        await dock.index.train(claim, self.version, self.event)
+        await dock.index.train(claim, self.version, self.event, self.reported)

@@ -3,7 +3,7 @@
 Importing this needs no torch.
 
 RewardSet ── call(name, arguments) ──▶ LocalCaller: in this process       (functions of the package, which are harmless)
-                                  │                └ rows with an expression ─▶ a pool, in a sandbox (DividedCaller)
+                                  │                └ rows with an expression ─▶ a pool, in a sandbox (stages.rewards.divided)
                                   └──▶ a pool of processes                (all other functions; orchestration.rewards)
 """
 
@@ -46,12 +46,14 @@ class CallFailed(RuntimeError):
 @dataclass
 class CallCounts:
     """Calls of one function by one process: how many there were, how many of them failed, how many
-    were made ``again`` after a failure, and the ``seconds`` of all of them together."""
+    were made ``again`` after a failure, and the ``seconds`` of all of them together. ``lost``:
+    responses that have no score, as each call with them failed."""
 
     calls: int = 0
     failed: int = 0
     again: int = 0
     seconds: float = 0.0
+    lost: int = 0
 
 
 class Caller(Protocol):
@@ -118,45 +120,6 @@ class LocalCaller(Caller):
 
     async def close(self) -> None:
         pass
-
-
-class DividedCaller(Caller):
-    """Calls functions by ``local``, but by ``pool`` with rows for which ``is_foreign`` holds, given
-    a completion and its row's answer: those on which a function has a library compute. The pool
-    starts with the first of them."""
-
-    def __init__(self, local: Caller, pool: Caller, is_foreign: Callable[[Any, Any], bool]) -> None:
-        self.parallel = local.parallel
-        self._local = local
-        self._pool = pool
-        self._is_foreign = is_foreign
-
-    async def open(self) -> None:
-        await self._local.open()
-
-    async def is_async(self, name: str) -> bool:
-        return await self._local.is_async(name)
-
-    async def call(
-        self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
-    ) -> Scores:
-        rows = itertools.zip_longest(arguments["completions"], arguments.get("answer", ()))
-        foreign = [self._is_foreign(completion, answer) for completion, answer in rows]
-        scores: dict[int, Score] = {}
-        for caller, chosen in ((self._local, False), (self._pool, True)):
-            numbers = [number for number, is_foreign in enumerate(foreign) if is_foreign is chosen]
-            if numbers:
-                part = {
-                    argument: [values[number] for number in numbers]
-                    for argument, values in arguments.items()
-                }
-                scores |= zip(
-                    numbers, await caller.call(name, part, timeout, alone=alone), strict=True
-                )
-        return [scores[number] for number in range(len(foreign))]
-
-    async def close(self) -> None:
-        await self._pool.close()
 
 
 def named_by(function: Callable[..., Any]) -> list[str] | None:

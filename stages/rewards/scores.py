@@ -32,6 +32,11 @@ def has_failed(scores: torch.Tensor) -> torch.Tensor:
     return scores.isinf() | ((scores == 0) & scores.signbit())
 
 
+def is_scored(scores: torch.Tensor) -> torch.Tensor:
+    """Return bool [B, K]: where a function applies and has not failed."""
+    return ~(scores.isnan() | has_failed(scores))
+
+
 def has_reward(scores: torch.Tensor) -> torch.Tensor:
     """Return bool [B]: where a function applies and none has failed."""
     return ~(has_failed(scores).any(dim=1) | scores.isnan().all(dim=1))
@@ -64,5 +69,5 @@ class RewardScores:
     def means(self, names: Sequence[str]) -> dict[str, float | None]:
         """Return the mean score of each function: of the responses that it applies to and has not
         failed on."""
-        scored = ~(self.scores.isnan() | has_failed(self.scores))
+        scored = is_scored(self.scores)
         return {name: mean_of(self.scores[:, k], scored[:, k]) for k, name in enumerate(names)}

@@ -58,11 +58,11 @@ from stages.rewards.calls import (
     CallCounts,
     Caller,
     CallFailed,
-    DividedCaller,
     LocalCaller,
     Score,
     Scores,
 )
+from stages.rewards.figures import amounts_of
 from stages.rewards.registry import RESERVED, RewardError
 from stages.rewards.scores import FAILED, FAILED_AS_ZERO, RewardScores, number_of
 from stages.tasks.tasks import COMPUTED, HARMLESS
@@ -141,11 +141,18 @@ class RewardSet:
         self._batched = frozenset(batched)
         self._slots = asyncio.Semaphore(policy.concurrency)  # of calls of async functions
         self.counts = {name: CallCounts() for name in self.names}
+        self._reported: Mapping[str, float] = {}  # amounts
         # whether it failed
         self._recent: dict[str, deque[bool]] = {name: deque(maxlen=RECENT) for name in self.names}
         self.failures: dict[str, str] = {}  # the reason of each function's first one
         # of those, where it did not return one score for each row
         self.misfits: dict[str, str] = {}
+
+    def take_amounts(self) -> dict[str, float]:
+        """Return what the calls have come to since this was last called, for the index."""
+        before = self._reported
+        self._reported = amounts_of(self.counts)
+        return {name: n - before.get(name, 0) for name, n in self._reported.items() if n}
 
     def _callers_of(self, pool: Caller | None) -> list[Caller]:
         """Return the caller of each function."""
@@ -156,6 +163,7 @@ class RewardSet:
             return [local] * len(self.names)
         divided: Caller = local
         if not COMPUTED.isdisjoint(self.names):
+            from stages.rewards.divided import DividedCaller
             from stages.rewards.number_rewards import has_expression
             from stages.tasks.answers import computes
 
@@ -315,6 +323,7 @@ class RewardSet:
         policy = self._policy
         recent = self._recent[name]
         recent.append(True)
+        self.counts[name].lost += 1
         prompt = given["prompts"][at]
         completion = given["completions"][at]
         place = f" ({error.place})" if error.place else ""
@@ -428,6 +437,7 @@ class Reward(Stage):
             range(len(claim)),
             rows={"reward": scores.total, "scores": scores.scores},
             tokens=int(claim.tokens.sum()),
+            amounts=self.rewards.take_amounts(),
         )
 
 

@@ -32,7 +32,8 @@ from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.protocols import UndoableEngine
 from stages.flow.catalogue import TOKEN_STALENESS, scored_columns
-from stages.training.ranks import RankGroup, RankWorker, train_batch
+from stages.training.rank_worker import RankWorker
+from stages.training.ranks import RankGroup, train_batch
 from stages.weights.documents import CRITIC_ANSWERS, CRITIC_ORDERS, CRITIC_SAVED
 
 

@@ -18,6 +18,7 @@ import json
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 import structlog
@@ -41,10 +42,10 @@ from stages.algorithms.named import AlgorithmLike
 from stages.engines.device_lease import DeviceLease
 from stages.engines.protocols import TrainEngine, UndoableEngine
 from stages.flow.catalogue import AGE, MASK, OBSERVED, TOKEN_STALENESS, VERSIONS
+from stages.rewards.figures import centred, figures_by_function
 from stages.rewards.scores import has_failed, has_reward
 from stages.samples.sample_log import Recorder, Sample
 from stages.training.ranks import RankGroup
-from stages.training.skipped import SkippedSteps
 from stages.training.token_versions import generated_tokens
 from stages.weights.documents import DAMAGED, ENGINES, FORECAST, LAST_TAKEN, TAKEN
 from stages.weights.published import Probe, Published, WeightsDamaged
@@ -54,6 +55,7 @@ from stages.weights.verification.probe import probed
 
 if TYPE_CHECKING:
     from stages.training.critic import CriticOrders
+    from stages.training.skipped import SkippedSteps
 
 log = structlog.get_logger()
 
@@ -78,10 +80,11 @@ class Update(Stage):
     ``steps`` are done. With ``publish_first`` the weights that the run begins with are published
     too, for engines that are not built from its model. ``store`` is None where ranks pass the
     weights on themselves: only the version is published then. ``device`` is what the engine
-    computes on. ``scored``: the column ``scores`` says which rows have a reward, as the run's own
-    reward stage writes it; else all have. ``skipped`` takes the steps with a loss or gradient that
-    is not finite; None: they end the run. ``critic``: a critic with a worker of its own, which
-    trains on the rows of each step beside ``engine``: a step is committed when both have."""
+    computes on. ``functions``: weights of the reward functions by name, in the order of the column
+    ``scores``, as the run's own reward stage writes it; without them all rows have a reward.
+    ``skipped`` makes what takes the steps with a loss or gradient that is not finite; None: they
+    end the run. ``critic``: a critic with a worker of its own, which trains on the rows of each
+    step beside ``engine``: a step is committed when both have."""
 
     name = "update"
 
@@ -103,13 +106,13 @@ class Update(Stage):
         recorder: Recorder | None = None,
         publish_first: bool = False,
         device: DeviceLease | None = None,
-        skipped: SkippedSteps | None = None,
+        skipped: Callable[[], SkippedSteps] | None = None,
         critic: CriticOrders | None = None,
-        scored: bool = False,
+        functions: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index)
         # For the step's event; each rank fetches the columns that it trains on.
-        wanted = (*REWARDS[: 1 + scored], "truncated", "response_ids")
+        wanted = (*REWARDS[: 1 + bool(functions)], "truncated", "response_ids")
         if MASK in dock.schema:
             wanted = (*wanted, VERSIONS)
         self.fetches = tuple(name for name in wanted if name in dock.schema)
@@ -125,8 +128,10 @@ class Update(Stage):
         self._after_last = after_last
         self.spans = spans or Spans()
         self.recorder = recorder
-        self.skipped = skipped
+        self._make_skipped = skipped
+        self.skipped: SkippedSteps | None = None  # since the first one
         self.critic = critic
+        self._functions = functions
         self._since = time.monotonic()
         self._publish_first = publish_first
         self.device = device or DeviceLease()
@@ -178,21 +183,26 @@ class Update(Stage):
             if "truncated" in rows:
                 metrics = {**metrics, "truncated": float(rows["truncated"].float().mean())}
             metrics = {**metrics, **variety(claim, rows)}
-            ledger, forecast = await asyncio.gather(
+            ledger, amounts, forecast = await asyncio.gather(
                 self.dock.index.ledger(),
+                self.dock.index.amounts(),
                 FORECAST.get(self.dock.index),
             )
             now = time.monotonic()
             spent = (now - self._since, seconds)
             scored = {name: rows[name] for name in REWARDS if name in rows}
             event = step_event(
-                self.trained + 1, claim, scored, stale, metrics, ledger, spent, reason, forecast
+                *(self.trained + 1, claim, scored, stale, metrics, ledger, spent),
+                calls=(self._functions, amounts),
+                skipped=reason,
+                forecast=forecast,
             )
             self._since = now
             yield Trained(
                 range(len(claim)),
                 version=self.trained,
                 event=event,
+                reported=amounts,
                 tokens=int(claim.tokens.sum()),
             )
             self.trained += 1
@@ -231,8 +241,9 @@ class Update(Stage):
         try:
             metrics = await self._train(claim)
         except FloatingPointError as refused:
-            if self.skipped is None:
+            if self._make_skipped is None:
                 raise
+            self.skipped = self.skipped or self._make_skipped()
             await self.skipped.add(self.trained + 1, claim, stale, str(refused))
             return {}, str(refused)
         if self.skipped is not None:
@@ -401,31 +412,35 @@ def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
 
 def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
     """Return the metrics of a step's ``rows``: ``distinct_responses``, the share of responses whose
-    generated tokens are not those of another one; and ``equal_groups``, the share of groups whose rewards are all
-    equal, of those with any."""
+    generated tokens are not those of another one; ``observed_tokens``, those that are not
+    generated; ``equal_groups``, the share of groups whose rewards are all equal, of those with any;
+    and the mean tokens of responses with a reward above and below the mean of their group."""
     out = {}
     if "response_ids" in rows:
         responses = Packed.of(rows["response_ids"])
         if VERSIONS in rows:
+            tokens = len(responses.values)
             responses = generated_tokens(responses, Packed.of(rows[VERSIONS]))
+            out["observed_tokens"] = tokens - len(responses.values)
         hashes = {xxhash.xxh3_64_intdigest(row.numpy().data) for row in responses.rows()}
         out["distinct_responses"] = len(hashes) / len(claim)
     if "reward" in rows:
-        first = dict[int, float]()
-        rewards = rows["reward"].tolist()
-        counted = rewarded(rows).tolist()
-        groups = claim.group.tolist()
-        pairs = [
-            (group, reward)
-            for group, reward, has in zip(groups, rewards, counted, strict=True)
-            if has
-        ]
-        for group, reward in pairs:
-            first.setdefault(group, reward)
-        differing = {group for group, reward in pairs if reward != first[group]}
-        if first:
-            out["equal_groups"] = 1 - len(differing) / len(first)
+        counted = rewarded(rows)
+        groups = groups_of(claim)[counted]
+        differences = centred(rows["reward"][counted].double()[:, None], groups)[:, 0]
+        if len(groups):
+            differing = groups[differences != 0].unique()
+            out["equal_groups"] = 1 - len(differing) / len(groups.unique())
+        lengths = torch.from_numpy(claim.tokens.astype("float64"))[counted]
+        for side, chosen in (("above", differences > 0), ("below", differences < 0)):
+            if chosen.any():
+                out[f"response_length_{side}"] = float(lengths[chosen].mean())
     return out
+
+
+def groups_of(claim: Claim) -> torch.Tensor:
+    """Return int64 [B]: the group of each row."""
+    return torch.from_numpy(claim.group.astype("int64"))
 
 
 def rewarded(columns: Mapping[str, torch.Tensor] | TensorDict) -> torch.Tensor:
@@ -443,12 +458,14 @@ def step_event(
     metrics: Mapping[str, float],
     ledger: Mapping[str, int],
     seconds: tuple[float, float],
+    calls: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
     skipped: str = "",
     forecast: ForecastEvent | None = None,
 ) -> StepEvent:
     """Return the event of step ``step``, from 1, on the rows of ``claim``. ``metrics`` are what the engine
     measured, ``ledger`` the counts before the step, ``seconds`` those since the last step and those
     of training. Of ``columns`` ``reward`` and ``scores`` are read, where the flow has them.
+    ``calls``: weights of the functions in ``scores`` by name, and amounts of the index.
     ``skipped``: why no step was taken. ``forecast``: the newest `forecast` event."""
     staleness = torch.tensor(stale, dtype=torch.float64)
     lengths = torch.from_numpy(claim.tokens.astype("float64"))
@@ -479,5 +496,8 @@ def step_event(
         predicted_seconds=forecast.step_seconds if forecast else None,
         predicted_staleness=forecast.staleness_mean if forecast else None,
         skipped=skipped,
+        rewards=figures_by_function(*calls, columns["scores"], groups_of(claim))
+        if "scores" in columns
+        else {},
         metrics=measured,
     )

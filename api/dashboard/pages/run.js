@@ -115,12 +115,27 @@ export class RunPage {
     });
     const shares = { floor: true, alarms: ["ess", "clip_fraction", "mask_fraction"] };
     const gaps = ["gap_mean_0", "gap_mean_1", "gap_mean_2", "gap_mean_3", "gap_mean_4", "gap_mean_resumed"];
+    const functions = this.progress.functions;
+    const DASHES = [[], [4, 3], [1, 3], [8, 3]];
+    const byFunction = (title, what, options) =>
+      plot(title, functions.map((name, at) => line(name, `rewards/${name}/${what}`, (at % 2) + 1, { dash: DASHES[(at >> 1) % 4], optional: true })), options);
+    const alarmed = functions.map((name) => `rewards/${name}/mean`);
     this.plots = [
       plot("Reward", [
         line("each step", "reward_mean", 1, { ...thin, hushed: true }),
         line("mean", softly, 1, exact),
         line("held out", (columns) => this.heldOut(columns), 2, { points: true, ...optional, ...exact }),
       ]),
+      ...(functions.length > 1
+        ? [
+            byFunction("Reward by function", "mean", { alarms: alarmed }),
+            byFunction("Deviation by function", "std", { floor: true }),
+            byFunction("Share by function", "share", { note: "of the reward's variance in a group" }),
+          ]
+        : []),
+      ...(functions.length > 1 || functions[0]?.includes(":")
+        ? [byFunction("Seconds of reward calls", "seconds", { note: "a step, all calls", floor: true }), byFunction("Failed reward calls", "failed", { note: "a step", floor: true })]
+        : []),
       plot("Loss", [line("loss", "loss", 1, { format: (value) => number(value, 3) })]),
       plot("KL", [line("to the behaviour policy", "kl_behaviour", 1), line("to the reference", "kl_reference", 2, optional)], { floor: true, alarms: ["kl_reference"] }),
       plot("Entropy", [line("entropy", "entropy", 1)], { note: "nats, of the policy", floor: true, alarms: ["entropy"] }),
@@ -155,7 +170,17 @@ export class RunPage {
         [line("distinct responses", "distinct_responses", 1, optional), line("equal groups", "equal_groups", 2, optional)],
         { note: "shares", floor: true, alarms: ["distinct_responses", "equal_groups", "dropped_groups", "failed_environments", "branches"] },
       ),
-      plot("Response length", [line("mean", "response_length_mean", 1)], { note: "tokens", floor: true, alarms: ["response_length_mean"] }),
+      plot(
+        "Tokens a step",
+        [
+          line("trained", ({ grown }) => grown("tokens_trained"), 1),
+          line("filtered", ({ grown }) => grown("tokens_filtered"), 2, thin),
+          line("observed", "observed_tokens", 1, dashed),
+        ],
+        { floor: true, format: count },
+      ),
+      plot("Learning rate", [line("learning rate", "learning_rate", 1)], { floor: true }),
+      plot("Response length", [line("mean", "response_length_mean", 1), line("rewarded above the group's mean", "response_length_above", 2, optional), line("below", "response_length_below", 2, dashed)], { note: "tokens", floor: true, alarms: ["response_length_mean"] }),
       plot("Gradient norm", [line("before clipping", "grad_norm", 1)], { floor: true, alarms: ["grad_norm"] }),
     ];
     this.grid = element("section", { class: "charts", "aria-label": "Charts" }, this.plots.map(({ chart }) => chart.element));

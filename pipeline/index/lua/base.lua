@@ -31,6 +31,7 @@
 --   open              groups that are admitted and not yet consumed
 --   remake            groups that were lost and must be admitted again
 --   filtered          groups that were dropped while an older one was open
+--   amounts           what stages have done, by name, that no step has reported yet
 --   spared            open groups that their step may not drop, though they teach nothing
 --   ready:STAGE:HOME  rows (or groups, for stages that take groups) that can be claimed, by the warehouse of the commit that
 --                     made them ready

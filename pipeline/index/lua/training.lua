@@ -24,7 +24,21 @@ local function no_longer_spared(run, groups)
   return spared
 end
 
--- {stage, token, owner?, version, rows, event?, skipped?}: an optimizer step was made of these rows at `version`; → the next one.
+-- {amounts = {name → number}}: stages have done so much more of what they count. A step reports it.
+define('add_amounts', function(run, a)
+  for name, amount in pairs(a.amounts) do call('HINCRBYFLOAT', run .. 'amounts', name, amount) end
+  return true
+end)
+
+-- → {name → number}: the amounts that no step has reported yet
+define('amounts', function(run)
+  local out, found = {}, call('HGETALL', run .. 'amounts')
+  for i = 1, #found, 2 do out[found[i]] = tonumber(found[i + 1]) end
+  return out
+end, true)
+
+-- {stage, token, owner?, version, rows, event?, skipped?, reported = {name → number}}: an optimizer step was made of
+-- these rows at `version`; → the next one. Its event has the amounts `reported`.
 define('train', function(run, a)
   local cfg = config(run)
   local stage = stage_of(cfg, a.stage)
@@ -67,6 +81,10 @@ define('train', function(run, a)
   count(run, 'spared_groups', no_longer_spared(run, groups))
   call('HSET', run .. 'n', 'trained', trained + 1, 'dropped_before', value(run, 'filtered_groups'))
   if a.skipped then count(run, 'skipped_steps', 1) end
+  for name, amount in pairs(a.reported or {}) do
+    local left = tonumber(call('HINCRBYFLOAT', run .. 'amounts', name, -amount))
+    if math.abs(left) < 1e-9 then call('HDEL', run .. 'amounts', name) end  -- a rounding may be left
+  end
   tell(run, 'step', a.event)
   settle(run, a.token, lease, total)
   return trained + 1

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestration.guard.guard import WARM_UP, Guard, GuardOptions
-from orchestration.guard.rules import METRICS, TRENDS
+from orchestration.guard.guard import Guard, GuardOptions
+from orchestration.guard.rules import METRICS, TRENDS, WARM_UP
 from pipeline.data.events import AlarmEvent, StageEvent, StepEvent, SyncEvent
 
 GROUPS = 8

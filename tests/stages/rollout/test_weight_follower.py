@@ -37,7 +37,8 @@ from stages.parallel.layout import Layout
 from stages.rollout.stage import Rollout
 from stages.rollout.swapper import Swapper, SwapPolicy, SwapRefused
 from stages.rollout.weight_follower import ATTEMPTS, WeightFollower
-from stages.training.ranks import RankGroup, RankWorker
+from stages.training.rank_worker import RankWorker
+from stages.training.ranks import RankGroup
 from stages.training.update import Update
 from stages.weights.documents import DAMAGED
 from stages.weights.published import Probe, Published, WeightsDamaged, WeightsUnreachable

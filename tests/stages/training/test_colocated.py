@@ -23,7 +23,8 @@ from stages.flow.resolver import resolve
 from stages.parallel.layout import ALONE, Layout
 from stages.resharding.swap import State
 from stages.training.colocated import Turn
-from stages.training.ranks import RankGroup, RankWorker
+from stages.training.rank_worker import RankWorker
+from stages.training.ranks import RankGroup
 from stages.training.shared_device import SharedDevice
 from stages.weights.documents import EVALUATED
 from stages.weights.published import Probe

@@ -17,7 +17,8 @@ from pipeline.index.client import Index, IndexRefused
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.parallel.layout import ALONE, Layout
-from stages.training.ranks import RankGroup, RankWorker
+from stages.training.rank_worker import RankWorker
+from stages.training.ranks import RankGroup
 from stages.weights.documents import RANK_ORDERS
 from stages.weights.transport.store import WeightStore
 from stages.weights.verification.probe import probed

@@ -17,7 +17,8 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import MASK
 from stages.parallel.layout import Layout
 from stages.training.critic import CriticOrders, CriticRank, CriticWorker
-from stages.training.ranks import RankGroup, RankWorker
+from stages.training.rank_worker import RankWorker
+from stages.training.ranks import RankGroup
 from stages.training.update import Update
 from tests.stages.training.claims import GROUPS, filled
 
