@@ -7,14 +7,13 @@ A run of any length takes the same memory: curves are thinned (:mod:`api.telemet
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import math
 import statistics
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -331,8 +330,10 @@ class Progress(RunTotals):
         points = self.history[1:]
         if not points:
             return None
+        import numpy as np
+
         counts = [point.steps for point in points]
-        return weighted_median([point.step_seconds for point in points], counts)
+        return float(np.median(np.repeat([point.step_seconds for point in points], counts)))
 
     @property
     def seconds_left(self) -> float | None:
@@ -380,18 +381,3 @@ class Progress(RunTotals):
 
     def staleness_max(self) -> float:
         return max((point.staleness_max for point in self.history), default=0.0)
-
-
-def weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
-    """Return the median of ``values``, each of them as often as its weight says.
-
-    >>> weighted_median([3.0, 1.0, 2.0], [1, 1, 2]), weighted_median([5.0, 1.0], [1, 3])
-    (2.0, 1.0)
-    """
-    pairs = sorted(zip(values, weights, strict=True))
-    positions = list(itertools.accumulate(weight for _, weight in pairs))
-    middle = positions[-1] // 2
-    upper = pairs[bisect.bisect_right(positions, middle)][0]
-    if positions[-1] % 2:
-        return upper
-    return (pairs[bisect.bisect_right(positions, middle - 1)][0] + upper) / 2

@@ -275,15 +275,6 @@ def _of_step(number: str) -> Values:
     return read
 
 
-def _of_calls(numbers: Mapping[tuple[str, ...], str]) -> Values:
-    """Return numbers of the calls of reward functions, by their label."""
-    return lambda run: {
-        (name, *label): calls[what]
-        for name, calls in run.totals.reward_calls.items()
-        for label, what in numbers.items()
-    }
-
-
 def _of_workers(number: Callable[[WorkerTotals], float]) -> Values:
     return lambda run: {
         (worker.latest.stage, name): number(worker) for name, worker in run.totals.workers.items()
@@ -442,23 +433,20 @@ FAMILIES = (
     Family(
         COUNTER,
         "run_reward_calls",
-        "Calls of a reward function: all, those that failed, those made again.",
+        "Calls of a reward function: all, failed, made again; and responses that it lost.",
         ("function", "what"),
-        _of_calls({("made",): "calls", ("failed",): "failed", ("again",): "again"}),
-    ),
-    Family(
-        COUNTER,
-        "run_reward_lost",
-        "Responses that a reward function could not score.",
-        ("function",),
-        _of_calls({(): "lost"}),
+        lambda run: {
+            (name, what): calls[what]
+            for name, calls in run.totals.reward_calls.items()
+            for what in ("calls", "failed", "again", "lost")
+        },
     ),
     Family(
         COUNTER,
         "run_reward_seconds",
         "Seconds of the calls of a reward function.",
         ("function",),
-        _of_calls({(): "seconds"}),
+        lambda run: {(name,): calls["seconds"] for name, calls in run.totals.reward_calls.items()},
     ),
     Family(
         GAUGE,

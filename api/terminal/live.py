@@ -208,9 +208,9 @@ def _learning(progress: Progress, width: int) -> RenderableType:
         (
             "length",
             Text(
-                f"{number(step and step.response_length_mean)} tokens   rewarded above "
-                f"{number(measured.get('response_length_above'))}, below "
-                f"{number(measured.get('response_length_below'))}"
+                f"{number(step and step.response_length_mean)}  "
+                f"▲ {number(measured.get('response_length_above'))}  "
+                f"▼ {number(measured.get('response_length_below'))}"
             ),
         ),
     ]

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from orchestration.guard.rules import COMPARED_STEPS, NORMAL, RECENT, WARM_UP, Rule
+from orchestration.guard.rules import COMPARED_STEPS, NORMAL, RECENT, WARM_UP, Judgement, Rule
 from pipeline.data.events import StepEvent
 
 RISING = 0.8  # correlation of means with their steps
@@ -28,8 +28,6 @@ FELL = (
     "Look at what the function returns for the newest samples: a service that fails and gives a "
     "default, a parser that meets another format, or a policy that found what the others pay for."
 )
-# whether it is an alarm, the rule, step, value, what is usual, the limit, the reason
-Judgement = tuple[bool, Rule, int, float, float | None, float | None, str]
 
 
 @dataclass

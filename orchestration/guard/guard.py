@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from orchestration.guard.rules import (
-    BRANCHING,
     COLLAPSED,
     COMPARED_STEPS,
     CONSTANT,
     EQUAL_WEIGHTS,
-    FAILING,
     NORMAL,
     RECENT,
     RESUMED,
@@ -36,8 +34,8 @@ from pipeline.data.events import AlarmEvent, EventData, StageEvent, StepEvent, S
 
 if TYPE_CHECKING:
     from orchestration.guard.functions import FunctionJudge
+    from orchestration.guard.trajectories import TrajectoryJudge
 
-TRAJECTORIES = 32  # that have ended, and turns that another one followed, which are judged together
 # by which a step's mean may exceed the probe's limit: it is of other tokens, and of as few as 16
 MARGIN = 2.0
 # Below which a step of equal groups is an alarm; the latter where the mean jumps too.
@@ -100,9 +98,8 @@ class Guard:
         self._gap_limit = options.gap_limit
         self._steps = 0
         self._step = 0  # the newest one
-        # of each environment worker, the numbers of trajectories at the last judgement
-        self._trajectories = dict[str, Mapping[str, float]]()
-        self._functions: FunctionJudge | None = None  # of a run that needs one
+        self._trajectories: TrajectoryJudge | None = None  # of a run that has any
+        self._functions: FunctionJudge | None = None  # of a run that has several
 
     def observe(self, event: EventData) -> list[AlarmEvent]:
         """Return the alarms that ``event`` raises: at most one for each metric."""
@@ -112,7 +109,11 @@ class Guard:
                 self._steps += 1
                 self._step = event.step
             case StageEvent(worker=worker, trajectories=counts) if counts:
-                alarms = list(self._of_trajectories(worker, counts))
+                from orchestration.guard.trajectories import TrajectoryJudge
+
+                self._trajectories = self._trajectories or TrajectoryJudge()
+                judgements = self._trajectories.of_counts(self._step, worker, counts)
+                alarms = [alarm for each in judgements for alarm in self._changed(*each)]
             case SyncEvent(gap_mean=float() as gap, gap_mean_limit=float() as limit) if limit > 0:
                 self._gap_limit = limit
                 alarms = list(
@@ -145,32 +146,6 @@ class Guard:
         for name in ("reward_mean", COLLAPSED.metric):
             if name in values:
                 self._window(name).values.append(values[name])
-
-    def _of_trajectories(self, worker: str, counts: Mapping[str, float]) -> Iterator[AlarmEvent]:
-        """Judge what has become of the trajectories since the last judgement, where they are
-        enough."""
-        before = self._trajectories.get(worker, {})
-        if any(counts.get(name, 0) < before[name] for name in before if name != "open"):
-            before = {}  # the worker has begun again
-        added = Counter({name: int(n - before.get(name, 0)) for name, n in counts.items()})
-        ended = sum(count for name, count in added.items() if name.startswith("ended_"))
-        if ended < TRAJECTORIES:
-            return
-        self._trajectories[worker] = counts
-        failed = added["ended_failed"] + added["ended_dropped"]
-        yield from self._share(FAILING, failed, ended, "trajectories: their environment failed")
-        followed = added["turns"] - ended
-        if followed >= TRAJECTORIES:
-            reason = "turns that another one followed: the program went back behind them"
-            yield from self._share(BRANCHING, added["branches"], followed, reason)
-
-    def _share(self, rule: Rule, part: int, whole: int, of_what: str) -> Iterator[AlarmEvent]:
-        assert rule.limit is not None
-        share = part / whole
-        reason = f"{part} of {whole} {of_what}"
-        yield from self._changed(
-            share >= rule.limit, rule, self._step, share, None, rule.limit, reason
-        )
 
     def _limited(self, step: int, values: Mapping[str, float], rule: Rule) -> Iterator[AlarmEvent]:
         """Judge a mean difference at equal weights, whose limit follows from the dtype."""

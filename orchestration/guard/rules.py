@@ -21,6 +21,8 @@ DROPPED = "dropped_groups"
 SCORES = "reward_scores"
 # Of single reward functions, as rewards/NAME/mean: orchestration/guard/functions.py.
 REWARDS = "rewards"
+# whether it is an alarm, the rule, step, value, what is usual, the limit, the reason
+Judgement = tuple[bool, "Rule", int, float, float | None, float | None, str]
 
 COMPARED_STEPS = 32  # past steps that a metric is compared with
 WARM_UP = 8  # values before a trend is judged

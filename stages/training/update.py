@@ -415,7 +415,7 @@ def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
     generated tokens are not those of another one; ``observed_tokens``, those that are not
     generated; ``equal_groups``, the share of groups whose rewards are all equal, of those with any;
     and the mean tokens of responses with a reward above and below the mean of their group."""
-    out = {}
+    out = dict[str, float]()
     if "response_ids" in rows:
         responses = Packed.of(rows["response_ids"])
         if VERSIONS in rows:

@@ -10,11 +10,9 @@ from statistics import fmean, median
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from api.telemetry.progress import Progress, weighted_median
+from api.telemetry.progress import Progress
 from api.telemetry.thinned import MOST
 from api.terminal.live import LiveView, sparkline
 from api.terminal.plain import plain_line
@@ -193,10 +191,3 @@ def test_steps_that_are_made_again_from_an_older_checkpoint_stand_once() -> None
     assert progress.seconds_left == 2.0 * (scripted.STEPS - 2000)
     bars = sparkline(progress.rewards(), 24, [point.steps for point in progress.history])
     assert (bars[:11], bars[12:]) == ("▁" * 11, "█" * 12), "one bar has steps of both"
-
-
-@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5)), min_size=1))
-def test_a_weighted_median_is_that_of_as_many_values(pairs: list[tuple[float, int]]) -> None:
-    values, weights = zip(*pairs, strict=True)
-    repeated = [value for value, weight in pairs for _ in range(weight)]
-    assert weighted_median(values, weights) == median(repeated)

@@ -205,10 +205,10 @@ def test_prometheus_has_the_newest_scores_and_the_sums_of_calls(scored: Scored) 
     assert of_scores[JUDGE, "mean"] == last[JUDGE]["mean"]
     assert of_scores[SPELLING, "share"] == last[SPELLING]["share"]
     assert (CONSTANT, "correlation") not in of_scores
-    assert values("run_reward_calls")[JUDGE, "made"] == len(scored.called(JUDGE))
+    assert values("run_reward_calls")[JUDGE, "calls"] == len(scored.called(JUDGE))
     assert values("run_reward_calls")[JUDGE, "failed"] == len(scored.called(JUDGE, "failed"))
     lost = sum(step["rewards"][JUDGE]["lost"] for step in scored.steps)
-    assert values("run_reward_lost")[JUDGE, ""] == lost
+    assert values("run_reward_calls")[JUDGE, "lost"] == lost
     assert values("run_reward_seconds")[CONSTANT, ""] >= sum(scored.called(CONSTANT)) - 1e-3
 
 

@@ -104,7 +104,7 @@ def test_shares_of_a_worker_are_those_between_two_steps() -> None:
     assert [point.step for point in found] == [2, 2, 3, 3]
     assert "train/step" not in found[0].numbers
     found = list(points.of(step(3, loss=float("nan"))))
-    assert found[0].numbers == {"train/reward_mean": 0.75}
+    assert found[0].numbers == {"train/reward_mean": 0.75, "train/reward": 0.75}
 
 
 async def shown(folder: Path, into: Path) -> list[Point]:

@@ -281,7 +281,10 @@ def test_responses_that_differ_in_their_observations_alone_are_one() -> None:
             return 3
 
     claim: Any = Claimed()
-    assert variety(claim, TensorDict(columns, [3])) == {"distinct_responses": 2 / 3}
+    assert variety(claim, TensorDict(columns, [3])) == {
+        "distinct_responses": 2 / 3,
+        "observed_tokens": 4,
+    }
 
 
 async def test_a_probe_has_generated_tokens(dock: Dock) -> None:

@@ -106,6 +106,7 @@ def test_the_engine_reports_gaps_by_age_and_learns_the_same() -> None:
 def test_distinct_responses_and_groups_with_equal_rewards() -> None:
     class Claimed:
         group = np.array([3, 3, 4, 4])
+        tokens = np.array([2, 2, 1, 3])
 
         def __len__(self) -> int:
             return 4
@@ -113,5 +114,10 @@ def test_distinct_responses_and_groups_with_equal_rewards() -> None:
     rows = TensorDict({"reward": torch.tensor([1.0, 1.0, 0.0, 1.0])}, [4])
     texts = [torch.tensor(row) for row in ([1, 2], [1, 2], [1], [1, 2, 3])]
     rows["response_ids"] = torch.nested.nested_tensor(texts, layout=torch.jagged)
-    assert variety(Claimed(), rows) == {"distinct_responses": 0.75, "equal_groups": 0.5}  # type: ignore[arg-type]
+    assert variety(Claimed(), rows) == {  # type: ignore[arg-type]
+        "distinct_responses": 0.75,
+        "equal_groups": 0.5,
+        "response_length_above": 3.0,
+        "response_length_below": 1.0,
+    }
     assert variety(Claimed(), TensorDict({}, [4])) == {}  # type: ignore[arg-type]
