@@ -104,7 +104,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     size = recipe.algorithm.group_size
     per_step = recipe.train.groups_per_step
     rewards = reward_set(recipe, end_tokens=sampling.stop_token_ids)
-    dropping = scored_by(recipe)
+    dropping = tuple(scored_by(recipe))
     reads = tuple(reward_reads(recipe, []))
     if trajectories is not None:
         sampling = trajectories.sampling(sampling)

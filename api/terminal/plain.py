@@ -46,7 +46,7 @@ class PlainView:
 def of_functions(step: StepEvent) -> str:
     """Return the mean score of each of several reward functions, as a text; "" of one."""
     means = (f"{name} {number(each.get('mean'), '.3f')}" for name, each in step.rewards.items())
-    return f" = {' + '.join(means)}" if len(step.rewards) > 1 else ""
+    return f" ({', '.join(means)})" if len(step.rewards) > 1 else ""
 
 
 def plain_line(progress: Progress, event: Event) -> str:

@@ -180,7 +180,7 @@ def test_summary_and_terminal_have_them_and_say_what_stands_out(scored: Scored) 
     last = scored.steps[-1]["rewards"]
     assert f"reward {JUDGE}: {last[JUDGE]['mean']:.3f} ±{last[JUDGE]['std']:.2f}" in text
     line = plain_line(progress, [event for event in scored.events if event.kind == "step"][-1])
-    assert f" = spelling {last[SPELLING]['mean']:.3f} + {JUDGE} " in line
+    assert f" (spelling {last[SPELLING]['mean']:.3f}, {JUDGE} " in line
 
 
 def test_prometheus_has_the_newest_scores_and_the_sums_of_calls(scored: Scored) -> None:

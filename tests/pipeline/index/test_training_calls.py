@@ -54,6 +54,24 @@ async def test_a_step_past_the_bound_is_refused_though_its_claim_was_within_it(
     assert ledger_of(await index.ledger(), "trained", "in_flight") == (2, 2)
 
 
+async def test_what_stages_have_done_is_reported_by_one_step_and_only_when_it_is_made(
+    index: Index, tmp_path: Path
+) -> None:
+    dock = await opened(index, tmp_path, config(groups_per_step=1, slack=1, window=2, staleness=0))
+    await admit(dock, range(2))
+    await through_advantage(dock)
+    first, second = await claim(dock, "update"), await claim(dock, "update")
+    await index.add_amounts({"calls": 2, "seconds": 0.1})
+    await index.add_amounts({"calls": 1, "seconds": 0.2})
+    amounts = await index.amounts()
+    assert amounts == pytest.approx({"calls": 3, "seconds": 0.3})
+    await index.add_amounts({"calls": 5})  # while the step is made
+    await index.train(first, 0, None, amounts)
+    with pytest.raises(BoundBroken):
+        await index.train(second, 1, None, await index.amounts())
+    assert await index.amounts() == {"calls": 5}
+
+
 async def test_rows_without_a_response_are_never_trained(index: Index, tmp_path: Path) -> None:
     """A flow in which the trainer needs nothing but the prompts: the ledger could not close over
     such rows."""
