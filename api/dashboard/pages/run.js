@@ -116,7 +116,7 @@ export class RunPage {
     const shares = { floor: true, alarms: ["ess", "clip_fraction", "mask_fraction"] };
     const gaps = ["gap_mean_0", "gap_mean_1", "gap_mean_2", "gap_mean_3", "gap_mean_4", "gap_mean_resumed"];
     const functions = this.progress.functions;
-    const DASHES = [[], [4, 3], [1, 3], [8, 3]];
+    const DASHES = [undefined, [4, 3], [1, 3], [8, 3]];
     const byFunction = (title, what, options) =>
       plot(title, functions.map((name, at) => line(name, `rewards/${name}/${what}`, (at % 2) + 1, { dash: DASHES[(at >> 1) % 4], optional: true })), options);
     const alarmed = functions.map((name) => `rewards/${name}/mean`);
@@ -130,7 +130,7 @@ export class RunPage {
         ? [
             byFunction("Reward by function", "mean", { alarms: alarmed }),
             byFunction("Deviation by function", "std", { floor: true }),
-            byFunction("Share by function", "share", { note: "of the reward's variance in a group" }),
+            byFunction("Share by function", "share", { note: "of the variance" }),
           ]
         : []),
       ...(functions.length > 1 || functions[0]?.includes(":")
@@ -180,7 +180,7 @@ export class RunPage {
         { floor: true, format: count },
       ),
       plot("Learning rate", [line("learning rate", "learning_rate", 1)], { floor: true }),
-      plot("Response length", [line("mean", "response_length_mean", 1), line("rewarded above the group's mean", "response_length_above", 2, optional), line("below", "response_length_below", 2, dashed)], { note: "tokens", floor: true, alarms: ["response_length_mean"] }),
+      plot("Response length", [line("mean", "response_length_mean", 1), line("rewarded above", "response_length_above", 2, optional), line("below", "response_length_below", 2, dashed)], { note: "tokens", floor: true, alarms: ["response_length_mean"] }),
       plot("Gradient norm", [line("before clipping", "grad_norm", 1)], { floor: true, alarms: ["grad_norm"] }),
     ];
     this.grid = element("section", { class: "charts", "aria-label": "Charts" }, this.plots.map(({ chart }) => chart.element));

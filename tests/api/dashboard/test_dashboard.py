@@ -232,7 +232,7 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(
         "Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, "
         "canvas.height).data.buffer)).size)"
     )
-    assert len(painted) == 12
+    assert len(painted) == 14
     assert min(painted) > 10
     bounds = browser.js(
         "return [...document.querySelectorAll('.chart:nth-child(5) tbody tr')].map((row) => "
