@@ -117,6 +117,11 @@ def spoil(made: Any, fault: Fault, since: int) -> None:
 _scored = itertools.count()
 
 
+def letters(completions: list[str], **_: Any) -> list[float]:
+    """The share of characters that are letters: no fault, but a second function."""
+    return [sum(map(str.isalpha, text)) / max(1, len(text)) for text in completions]
+
+
 def constant(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """The reward `spelling`, and one number for all responses after :data:`CONSTANT_SINCE`.
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.guard [--clean] [--faults] [--runs FOLDER …] [--sensitivity 8] [--json FILE]
 
-    clean runs: tiny at η = 0 and at η = 2, quickstart; 3 seeds each ─▶ alarms      none is right
+    clean runs: tiny at η = 0 and 2, and with two functions, quickstart; 3 seeds each ─▶ alarms      none is right
     fault, since step n ─▶ a run of tiny ─▶ alarms      the right one at step n (± 1) is right
 
 Without --clean and --faults both are made. ``--runs``: judge the event files of runs that were made
@@ -34,6 +34,10 @@ from pipeline.data.events import AlarmEvent, Event
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 SINCE = 12  # the policy version from which on a fault is there
+TWO = "tiny with two reward functions"
+TWO_FUNCTIONS = (
+    'reward.functions=[{name = "spelling"}, {name = "benchmarks.faults:letters", weight = 0.5}]'
+)
 SHORT = (
     f"train.steps={SINCE + 6}",
     "evaluate.every=0",
@@ -123,16 +127,17 @@ def clean(
         )
     if runs:
         return
-    for name, eta in (("tiny", 0), ("tiny", 2), ("quickstart", 1)):
+    for name, eta, *sets in (("tiny", 0), ("tiny", 2), (TWO, 2, TWO_FUNCTIONS), ("quickstart", 1)):
         for seed in range(3):
             if only and not any(text in f"{name}, η = {eta}, seed {seed}" for text in only):
                 continue
             changes = [
+                *sets,
                 f"pipeline.staleness={eta}",
                 f"seed={seed}",
                 f"guard.sensitivity={sensitivity}",
             ]
-            recipe = load_recipe(RECIPES / f"{name}.toml", changes)
+            recipe = load_recipe(RECIPES / f"{name.partition(' ')[0]}.toml", changes)
             events = asyncio.run(events_of(recipe))
             if [event.data["state"] for event in events if event.kind == "state"][-1:] != [
                 "finished"
