@@ -14,6 +14,7 @@
     dock, track    the sample flow of a run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
     env            one trajectory of an environment, before a run (api.cli.env)
     convert        a recipe from the configuration of TRL or verl (api.cli.convert)
+    export         a checkpoint as a folder for others, and on the Hub (api.cli.results.export)
     pairs          preference pairs of a run's samples (api.cli.pairs)
 
 Exit codes are in api.cli.common.exit_codes and docs/runs.md.
@@ -66,6 +67,11 @@ COMMANDS = {
         "could not carry over.",
     ),
     "env": ("api.cli.env:env_app", "Try an environment before a run."),
+    "export": (
+        "api.cli.results.export:export_command",
+        "Write a checkpoint of RUN as a folder that transformers opens, with its recipe, "
+        "metrics and model card.",
+    ),
     "host": (
         "api.cli.service.agent:host_command",
         "Start workers of a run that another machine executes.",

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from orchestration.history.totals import shares
 from orchestration.recipe.flow import device_count
 from orchestration.recipe.schema import Recipe
 from pipeline.compat.extras import ExtraMissing, extra
-from pipeline.data.events import EvaluationEvent
+from pipeline.data.events import EvaluationEvent, Event
 from stages.prompts.too_long import TOO_LONG_FILE
 
 SUMMARY = "summary.json"
@@ -67,11 +67,7 @@ def write_report(
     ``seconds`` is how long it took, ``checkpoint`` the model that it made, ``saved`` the steps that
     its newest checkpoint holds.
     """
-    progress = Progress(
-        recipe.name, recipe.train.steps, recipe.pipeline.staleness, device_count(recipe)
-    )
-    for event in read_metrics(out_dir / METRICS):
-        progress.apply(event)
+    progress = progress_of(recipe, read_metrics(out_dir / METRICS))
     summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)
     summary["resume_after_step"] = None if progress.state == "finished" else saved
     files = list[Path]()
@@ -97,6 +93,16 @@ def write_report(
     if progress.last:
         written(PLOT, lambda path: write_plot(path, progress))
     return Report(summary, [*files, out_dir / METRICS], missing, _notes(progress, summary))
+
+
+def progress_of(recipe: Recipe, events: Iterable[Event]) -> Progress:
+    """Return how far a run of ``recipe`` is after ``events``."""
+    progress = Progress(
+        recipe.name, recipe.train.steps, recipe.pipeline.staleness, device_count(recipe)
+    )
+    for event in events:
+        progress.apply(event)
+    return progress
 
 
 def _notes(progress: Progress, summary: Mapping[str, Any]) -> list[str]:

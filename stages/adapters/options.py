@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 ADAPTER = "adapter"  # the folder beside that of the merged model
+LORA_CITATION = """\
+@misc{hu2021lora,
+  title = {{LoRA}: Low-Rank Adaptation of Large Language Models},
+  author = {Hu, Edward J. and Shen, Yelong and Wallis, Phillip and Allen-Zhu, Zeyuan and others},
+  year = {2021},
+  eprint = {2106.09685},
+  archivePrefix = {arXiv},
+}"""
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ Recipe.model_json_schema() ──▶ Section, Key ──▶ the table of `asyncd
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestration.recipe.loading.toml import toml_text
 from orchestration.recipe.schema import Recipe
 from stages.algorithms.registry import built_in
 
@@ -90,7 +90,7 @@ def _key(path: str, schema: Schema, root: Schema, required: bool = False) -> Key
     elif default is None:
         text = "{}" if kind == "table" else ""
     else:
-        text = _size(default) if unit == "bytes" else _toml(default)
+        text = _size(default) if unit == "bytes" else toml_text(default)
     return Key(path, kind, text, unit, schema.get("description", ""))
 
 
@@ -120,7 +120,7 @@ def _type(schema: Schema, root: Schema) -> str:
     if "$ref" in schema:
         return "table"
     if "enum" in schema or "const" in schema:
-        return ", ".join(_toml(value) for value in schema.get("enum", [schema.get("const")]))
+        return ", ".join(toml_text(value) for value in schema.get("enum", [schema.get("const")]))
     if "prefixItems" in schema:
         return f"list of {len(schema['prefixItems'])}: {_type(schema['prefixItems'][0], root)}"
     if schema["type"] == "array":
@@ -136,10 +136,6 @@ def _size(value: int) -> str:
         (f'"{value // factor}{unit}"' for unit, factor in SIZES if value and value % factor == 0),
         str(value),
     )
-
-
-def _toml(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def markdown() -> str:

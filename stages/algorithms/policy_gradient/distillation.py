@@ -29,6 +29,15 @@ class Distillation(PolicyGradient):
     """
 
     name: ClassVar[str] = "distillation"
+    citation: ClassVar[str] = """
+    @misc{agarwal2023gkd,
+      title = {On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes},
+      author = {Agarwal, Rishabh and Vieillard, Nino and Zhou, Yongchao and others},
+      year = {2023},
+      eprint = {2306.13649},
+      archivePrefix = {arXiv},
+    }
+    """
     credit_reads: ClassVar[Columns] = {
         "ref_logprobs": "float32 ragged",
         "rollout_logprobs": "float32 ragged",

@@ -39,6 +39,16 @@ class GRPO(GroupCompared):
     """Clipped policy gradient with group-normalised advantages, corrected for staleness."""
 
     name: ClassVar[str] = "grpo"
+    citation: ClassVar[str] = """
+    @misc{shao2024deepseekmath,
+      title = {{DeepSeekMath}: Pushing the Limits of Mathematical Reasoning
+        in Open Language Models},
+      author = {Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and Xu, Runxin and others},
+      year = {2024},
+      eprint = {2402.03300},
+      archivePrefix = {arXiv},
+    }
+    """
 
     scale_rewards: bool | Literal["batch"] = Field(
         default=True,
@@ -73,6 +83,15 @@ class DrGRPO(GRPO):
     responses."""
 
     name: ClassVar[str] = "dr_grpo"
+    citation: ClassVar[str] = """
+    @misc{liu2025understanding,
+      title = {Understanding {R1-Zero}-Like Training: A Critical Perspective},
+      author = {Liu, Zichen and Chen, Changyu and Li, Wenjun and Qi, Penghui and others},
+      year = {2025},
+      eprint = {2503.20783},
+      archivePrefix = {arXiv},
+    }
+    """
 
 
 @with_defaults(
@@ -90,6 +109,15 @@ class GSPO(GRPO):
     """
 
     name: ClassVar[str] = "gspo"
+    citation: ClassVar[str] = """
+    @misc{zheng2025group,
+      title = {Group Sequence Policy Optimization},
+      author = {Zheng, Chujie and Liu, Shixuan and Li, Mingze and Chen, Xiong-Hui and others},
+      year = {2025},
+      eprint = {2507.18071},
+      archivePrefix = {arXiv},
+    }
+    """
 
 
 @with_defaults(correction="none", clip_high=4.0)
@@ -99,6 +127,15 @@ class CISPO(GRPO):
     here each token stays in it. ``clip_low`` and ``max_ratio`` have no effect."""
 
     name: ClassVar[str] = "cispo"
+    citation: ClassVar[str] = """
+    @misc{minimax2025m1,
+      title = {{MiniMax-M1}: Scaling Test-Time Compute Efficiently with Lightning Attention},
+      author = {{MiniMax}},
+      year = {2025},
+      eprint = {2506.13585},
+      archivePrefix = {arXiv},
+    }
+    """
 
     def surrogate(
         self, ratio: torch.Tensor, tokens: TokenBatch
@@ -200,6 +237,15 @@ class DAPO(GRPO):
     """
 
     name: ClassVar[str] = "dapo"
+    citation: ClassVar[str] = """
+    @misc{yu2025dapo,
+      title = {{DAPO}: An Open-Source {LLM} Reinforcement Learning System at Scale},
+      author = {Yu, Qiying and Zhang, Zheng and Zhu, Ruofei and Yuan, Yufeng and others},
+      year = {2025},
+      eprint = {2503.14476},
+      archivePrefix = {arXiv},
+    }
+    """
 
     longest_response: int = Field(
         default=0,
@@ -259,6 +305,16 @@ class RLOO(GroupCompared):
     is one action."""
 
     name: ClassVar[str] = "rloo"
+    citation: ClassVar[str] = """
+    @misc{ahmadian2024back,
+      title = {Back to Basics: Revisiting {REINFORCE} Style Optimization
+        for Learning from Human Feedback in {LLMs}},
+      author = {Ahmadian, Arash and Cremer, Chris and Gallé, Matthias and others},
+      year = {2024},
+      eprint = {2402.14740},
+      archivePrefix = {arXiv},
+    }
+    """
 
     def advantage(self, rewards: torch.Tensor) -> torch.Tensor:
         """Return ``r_i`` minus the mean of the others, which is ``N / (N - 1) · (r_i - mean)``."""

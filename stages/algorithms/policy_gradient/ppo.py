@@ -159,6 +159,16 @@ class PPO(PolicyGradient, ValueLearner):
     """
 
     name: ClassVar[str] = "ppo"
+    citation: ClassVar[str] = """
+    @misc{schulman2017proximal,
+      title = {Proximal Policy Optimization Algorithms},
+      author = {Schulman, John and Wolski, Filip and Dhariwal, Prafulla and Radford, Alec
+        and Klimov, Oleg},
+      year = {2017},
+      eprint = {1707.06347},
+      archivePrefix = {arXiv},
+    }
+    """
     credit_makes: ClassVar[Columns] = {}
     prepare_makes: ClassVar[Columns] = {"advantage": "float32 ragged", "returns": "float32 ragged"}
 
@@ -256,6 +266,15 @@ class PFPPO(PPO):
     """
 
     name: ClassVar[str] = "pf_ppo"
+    citation: ClassVar[str] = """
+    @misc{shen2024policy,
+      title = {Policy Filtration in {RLHF} to Fine-Tune {LLM} for Code Generation},
+      author = {Shen, Wei and Zhang, Chuheng},
+      year = {2024},
+      eprint = {2409.06957},
+      archivePrefix = {arXiv},
+    }
+    """
     least_group_size: ClassVar[int] = 2
     credit_makes: ClassVar[Columns] = {"row_weight": "float32 finite"}
 

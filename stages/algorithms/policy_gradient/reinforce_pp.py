@@ -25,6 +25,15 @@ class ReinforcePlusPlus(PolicyGradient, KLCredit):
     """
 
     name: ClassVar[str] = "reinforce_pp"
+    citation: ClassVar[str] = """
+    @misc{hu2025reinforce,
+      title = {{REINFORCE++}: A Simple and Efficient Approach for Aligning Large Language Models},
+      author = {Hu, Jian},
+      year = {2025},
+      eprint = {2501.03262},
+      archivePrefix = {arXiv},
+    }
+    """
 
     baseline: Literal["none", "group"] = Field(
         default="none",

@@ -26,6 +26,15 @@ class DPO(Algorithm):
     """
 
     name: ClassVar[str] = "dpo"
+    citation: ClassVar[str] = """
+    @misc{rafailov2023direct,
+      title = {Direct Preference Optimization: Your Language Model is Secretly a Reward Model},
+      author = {Rafailov, Rafael and Sharma, Archit and Mitchell, Eric and others},
+      year = {2023},
+      eprint = {2305.18290},
+      archivePrefix = {arXiv},
+    }
+    """
     unit: ClassVar = "group"
     least_group_size: ClassVar[int] = 2
     scores: ClassVar[Mapping[str, RunsOn]] = {"ref_logprobs": "frozen model"}

@@ -1,0 +1,118 @@
+"""``asyncdock export``: a checkpoint of a run as a folder for others, and on the Hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from api.cli.common.exit_codes import FAILED
+from api.cli.common.output import refuse
+from api.cli.folder.foreign import run_folder
+from api.cli.service.asking import ServerOption, ask, is_run_folder
+from api.client.credentials import DEFAULT_SERVER
+from api.terminal.screen import complain, write
+
+if TYPE_CHECKING:
+    from orchestration.recipe.schema import Recipe
+    from pipeline.data.events import Event
+
+
+def export_command(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN[@STEP]",
+            help="The folder of a run, or its id in a service of this machine, and the step of a "
+            "checkpoint. Default: the newest.",
+        ),
+    ],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder.")],
+    what: Annotated[
+        Literal["merged", "adapter"],
+        typer.Option(help="Of a run with LoRA: the whole model, or its adapter alone."),
+    ] = "merged",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Of the weights. Default: as they are."),
+    ] = None,
+    base: Annotated[
+        str,
+        typer.Option(
+            metavar="ID", help="The base model's name on the Hub, if its folder does not say it."
+        ),
+    ] = "",
+    push: Annotated[
+        str,
+        typer.Option(metavar="REPO", help="Upload it there, as NAMESPACE/NAME, with HF_TOKEN."),
+    ] = "",
+    private: Annotated[
+        bool, typer.Option("--private", help="With --push: for you and your organisation alone.")
+    ] = False,
+    server: ServerOption = DEFAULT_SERVER,
+) -> None:
+    """Write a checkpoint of RUN as a folder that transformers opens, with its recipe, metrics and
+    model card."""
+    from orchestration.publishing.export import export
+    from orchestration.publishing.hub import PushFailed, check_push, publish
+    from orchestration.recipe.problems import RecipeError
+    from orchestration.state.lock import RunError
+    from pipeline.locks import Locked
+    from pipeline.problems import Fatal
+
+    name, version = split_step(run)
+    if private and not push:
+        refuse("--private: is about --push; give both, or neither")
+    try:
+        if push:
+            check_push(push)
+        folder = folder_of(name, server)
+        result = export(folder, to, version, what=what, dtype=dtype, base=base, plot=plot)
+        write(f"{to} has the model of step {result.version}")
+        for note in result.notes:
+            complain(f"note: {note}")
+        if push:
+            write(publish(to, push, f"Step {result.version} of {name}", private=private))
+    except (RunError, RecipeError) as error:
+        refuse(error)
+    except (Fatal, Locked, PushFailed, OSError) as error:
+        refuse(error, FAILED)
+
+
+def split_step(run: str) -> tuple[str, int | None]:
+    """Return the run and the step of ``RUN@STEP``; None for the step of ``RUN``.
+
+    >>> split_step("runs/a@20"), split_step("runs/a@b")
+    (('runs/a', 20), ('runs/a@b', None))
+    """
+    match = re.fullmatch(r"(.+)@([0-9]{1,18})", run)
+    if match is None or is_run_folder(run):
+        return run, None
+    return match[1], int(match[2])
+
+
+def folder_of(run: str, server: str) -> Path:
+    """Return the folder of ``run``, itself a folder or the id of a run of ``server``. Any failure
+    ends the command."""
+    if is_run_folder(run):
+        return run_folder(Path(run))
+    if Path(run).is_dir():
+        refuse(f"run: {run} has no recipe.json; give the folder of a run, as in runs/")
+    view = ask(server, lambda client: client.run(run), run)
+    if not is_run_folder(view.folder):
+        refuse(
+            f"run: {run} is in {view.folder}, which is not on this machine; export it there", FAILED
+        )
+    return run_folder(Path(view.folder))
+
+
+def plot(path: Path, recipe: Recipe, events: Sequence[Event]) -> None:
+    """Plot ``events`` to ``path`` as at the end of a run."""
+    from api.terminal.report import progress_of, write_plot
+
+    progress = progress_of(recipe, events)
+    if progress.last:
+        write_plot(path, progress)
