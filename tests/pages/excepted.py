@@ -21,11 +21,17 @@ VERIFIERS = (
     "an environment with verifiers, which does not go beside the newest openai; "
     "tests/orchestration/run/test_verifiers.py executes it"
 )
+HUB = (
+    "an account; tests/orchestration/publishing/test_hub.py uploads to a server that speaks the "
+    "Hub's API"
+)
 # By the beginning of a command.
 COMMANDS = {
     "asyncdock pairs "
     "runs/tiny-1-0": "a run of the measurement above it; tests/test_plain_install.py executes it",
     "asyncdock run tiny --set launch.remote_rollouts": HOST,
+    "asyncdock export runs/letters --to published": HUB,
+    "hf auth login": HUB,
     "asyncdock serve --data my-service --index": HOST,
     "client/bin/python -m tinker_cookbook": "ten minutes, and another environment, from a package "
     "index; tests/api/tinker/test_cookbook.py executes such recipes",

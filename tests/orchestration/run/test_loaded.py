@@ -28,6 +28,7 @@ UNUSED = {
         *("api.client", "api.external", "api.policy", "api.schemas", "api.server"),
         *("api.cli.plan", "api.cli.service", "api.terminal.live", "api.terminal.plan_table"),
         *("orchestration.cluster", "orchestration.external", "orchestration.policy"),
+        *("orchestration.publishing", "orchestration.recipe.loading.toml", "api.cli.results"),
         *("orchestration.supervise.autoscale", "orchestration.supervise.scale"),
         *("orchestration.launch.hosts", "orchestration.sandbox", "orchestration.user_stages"),
         *("orchestration.recipe.checks.adapters", "orchestration.recipe.checks.addresses"),

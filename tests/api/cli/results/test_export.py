@@ -271,6 +271,7 @@ def test_peft_opens_an_adapter_with_the_trained_matrices(lora: Path, tmp_path: P
     assert all(torch.equal(opened[name], merged[name]) for name in merged)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(not is_ready("smollm2"), reason="smollm2 is not converted yet")
 def test_smollm2(tmp_path: Path) -> None:
     run = trained(tmp_path, GIVEN)
