@@ -12,7 +12,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,9 +23,8 @@ from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.history.facts import made_after
 from orchestration.history.lines import line_of
 from orchestration.publishing.card import ExportedModel, base_of, write_card
-from orchestration.publishing.shared_recipe import shared_recipe
+from orchestration.publishing.shared_recipe import write_recipe
 from orchestration.recipe.loading.load import recorded_recipe
-from orchestration.recipe.loading.toml import toml_tables
 from orchestration.recipe.schema import Recipe
 from orchestration.state.lock import RunError
 from orchestration.state.paths import RECIPE, store_url
@@ -49,14 +48,6 @@ class ExportRefused(RunError):
     """An export cannot be made. The message names the argument, its value and what to do."""
 
 
-@dataclass(frozen=True)
-class Export:
-    """What was exported: policy ``version``; ``notes``: what the folder lacks."""
-
-    version: int
-    notes: Sequence[str]
-
-
 def export(
     run: Path,
     to: Path,
@@ -66,14 +57,15 @@ def export(
     dtype: DType | None = None,
     base: str = "",
     plot: Plot,
-) -> Export:
+) -> tuple[int, Sequence[str]]:
     """Write the model of the run in the folder ``run`` to the folder ``to``, which appears whole.
+    Returns its policy version, and remarks on what the folder lacks.
 
     ``version``: of its checkpoint (default: the newest); ``dtype``: of the weights (default: as
     they are); ``base``: the base model's name on the Hub, where its folder does not say it;
     ``plot`` draws events to a path. Raises RunError, RecipeError, FilesDamaged, CheckpointUnusable,
     Locked and OSError."""
-    if to.is_symlink() or (to.exists() and not (to.is_dir() and not any(to.iterdir()))):
+    if to.is_symlink() or (to.exists() and (to.is_file() or any(to.iterdir()))):
         raise ExportRefused(f"--to: {to} is there already; give a new folder, or an empty one")
     recipe = recorded_recipe(run / RECIPE)
     if what == "adapter" and not recipe.adapters:
@@ -89,17 +81,16 @@ def export(
     model = ExportedModel(to.name, checkpoint.version, what, dtype or "", base_model)
     with appearing(to) as folder:
         _write_model(checkpoint.path, folder, recipe, model)
-        tables, outside = shared_recipe(recipe, folder)
-        (folder / "recipe.toml").write_text(toml_tables(tables), encoding="utf-8")
+        outside = write_recipe(recipe, folder / "recipe.toml")
         events = list(events_until(run / METRICS, checkpoint.version))
         (folder / METRICS).write_bytes(b"".join(map(line_of, events)))
-        notes = [f"recipe.toml names what is not in {to}: {text}" for text in outside]
+        notes = [f"recipe.toml names what {to.name} lacks: {line}" for line in outside]
         try:
             plot(folder / "reward.png", recipe, events)
         except ExtraMissing as missing:
             notes.append(f"there is no plot: {missing}")
         notes += write_card(folder, model, recipe, outside, events)
-    return Export(checkpoint.version, notes)
+    return checkpoint.version, notes
 
 
 def _checkpoint(run: Path, url: str, version: int | None, parts: Sequence[str]) -> Checkpoint:
@@ -158,9 +149,11 @@ def _write_model(checkpoint: Path, folder: Path, recipe: Recipe, model: Exported
         config |= model.base.for_peft
         save_adapter(folder, config, load_adapter(checkpoint / ADAPTER, dtype))
     elif model.dtype:
-        from stages.model.cast import write_cast
+        from stages.model.load import load_model
 
-        write_cast(checkpoint / MODEL, folder, getattr(torch, model.dtype))
+        dtype = getattr(torch, model.dtype)
+        weights, _ = load_model(str(checkpoint / MODEL), dtype=dtype, seed=0)
+        weights.save_pretrained(folder)
 
 
 def events_until(metrics: Path, version: int) -> Iterator[Event]:

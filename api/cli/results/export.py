@@ -70,12 +70,12 @@ def export_command(
         if push:
             check_push(push)
         folder = folder_of(name, server)
-        result = export(folder, to, version, what=what, dtype=dtype, base=base, plot=plot)
-        write(f"{to} has the model of step {result.version}")
-        for note in result.notes:
+        step, notes = export(folder, to, version, what=what, dtype=dtype, base=base, plot=plot)
+        write(f"{to} has the model of step {step}")
+        for note in notes:
             complain(f"note: {note}")
         if push:
-            write(publish(to, push, f"Step {result.version} of {name}", private=private))
+            write(publish(to, push, f"Step {step} of {name}", private=private))
     except (RunError, RecipeError) as error:
         refuse(error)
     except (Fatal, Locked, PushFailed, OSError) as error:

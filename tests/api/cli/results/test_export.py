@@ -26,6 +26,7 @@ from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.recipe.loading.load import load_recipe, recorded_recipe
 from orchestration.state.paths import FIRST_ID, RECIPE
 from stages.model.load import is_ready, load_model, load_tokenizer
+from tests.api.faulty import Service, run_view, served
 from tests.forked import asyncdock
 from tests.orchestration.run.test_run import weights_of
 from tests.sources import ROOT
@@ -220,8 +221,8 @@ def test_its_card_says_what_was_trained_on_what_and_how_well(full: Path, exporte
 
 def test_the_command_says_what_the_folder_lacks(full: Path, tmp_path: Path) -> None:
     said = export(full, tmp_path / "letters")
-    assert f"prompts.path = {full.parent / 'letters.jsonl'}" in said
-    assert "reward.functions.0.name = my_reward:letters" in said
+    assert f'letters lacks: path = "{full.parent}/letters.jsonl"' in said
+    assert 'functions = [{ name = "my_reward:letters" }]' in said
     assert "README.md has no base_model (give it by --base), as tiny does not say it" in said
     assert "my_reward:letters" in (tmp_path / "letters" / "README.md").read_text()
     assert "--base" not in export(full, tmp_path / "named", "--base", "ann/tiny")
@@ -363,3 +364,16 @@ def test_a_checkpoint_that_only_its_url_has(full: Path, tmp_path: Path) -> None:
     policy = load_file(full / "checkpoints" / "step-00000004" / "model" / "model.safetensors")
     opened = load_file(tmp_path / "letters" / "model.safetensors")
     assert all(torch.equal(opened[name], policy[name]) for name in policy)
+
+
+def test_a_run_of_a_service_is_exported_where_its_folder_is(full: Path, tmp_path: Path) -> None:
+    with served(Service([])) as service:
+        service.runs += [
+            run_view("letters-1", folder=str(full)),
+            run_view("letters-2", folder="/data/of/another"),
+        ]
+        said = export("letters-1@2", tmp_path / "letters", "--server", service.url)
+        assert "has the model of step 2" in said
+        code, said = refusal("letters-2", tmp_path / "other", "--server", service.url)
+    assert code == 1
+    assert "letters-2 is in /data/of/another, which is not on this machine; export it there" in said
