@@ -7,7 +7,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 from aiohttp import web
@@ -16,8 +16,11 @@ from api.server.http.problems import errors_of, invalid_request
 from api.server.service.operations import operation
 from api.server.service.service import PRINCIPAL
 from api.tinker.schemas import Answer
-from orchestration.calls.interface import Acknowledged, CallService, Kind
+from orchestration.calls.interface import Acknowledged, Kind
 from stages.calls.interface import CallRefused
+
+if TYPE_CHECKING:
+    from orchestration.calls.service import Service
 
 DECODING = 2  # bodies of data that are read at once: each may take some times its size
 tinker_operation = functools.partial(operation, scope="run", tag="tinker", hidden=True)
@@ -27,7 +30,7 @@ tinker_operation = functools.partial(operation, scope="run", tag="tinker", hidde
 class Shared:
     """What the operations of one application share."""
 
-    calls: CallService
+    calls: Service
     decoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(DECODING))
     archives: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict)
     """File and end of validity, by what is in the address."""
@@ -36,7 +39,7 @@ class Shared:
 SHARED = web.AppKey("tinker", Shared)
 
 
-def caller(request: web.Request) -> tuple[CallService, str]:
+def caller(request: web.Request) -> tuple[Service, str]:
     """Return the service of training calls, and the owner of ``request``: the id of its token."""
     return request.app[SHARED].calls, request[PRINCIPAL].id
 

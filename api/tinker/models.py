@@ -1,6 +1,6 @@
 """Operations of models in training: each is recorded, acknowledged, and answered by a future.
 
-POST ──▶ number, content ──▶ CallService ──▶ {"request_id"} ──▶ api/tinker/sampling.py
+POST ──▶ number, content ──▶ calls ──▶ {"request_id"} ──▶ api/tinker/sampling.py
             └ a content that is refused is a call that fails in its place
 """
 

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from api.server.service.operations import build_routes
 from api.tinker import models, progress, records, sampling, sessions
 from api.tinker.calls import SHARED, Shared
-from orchestration.calls.interface import CallService
+
+if TYPE_CHECKING:
+    from orchestration.calls.service import Service
 
 ROUTES = (sessions, models, sampling, records, progress)
 
 
 def add_routes(
-    app: web.Application, open_calls: Callable[[], AbstractAsyncContextManager[CallService]]
+    app: web.Application, open_calls: Callable[[], AbstractAsyncContextManager[Service]]
 ) -> None:
     """Serve training calls by ``app``. They are opened when it starts, and closed when it ends."""
 

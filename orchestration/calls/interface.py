@@ -1,7 +1,7 @@
-"""The service of training calls, as those who reach it from outside see it.
+"""What the service of training calls takes and gives.
 
-api ─▶ CallService.submit ─▶ recorded ─▶ acknowledged: a request's id ─▶ in the order of its model ─▶ the engine
-       CallService.result ◀─ pending, an answer, or why there is none
+api ─▶ Service.train, … ─▶ recorded ─▶ acknowledged: a request's id ─▶ in the order of its model ─▶ the engine
+       Service.result   ◀─ pending, an answer, or why there is none
 
 Ids of sessions, models, samplers and requests are text. A model is SESSION:train:N, a sampler
 SESSION:sample:N. ``owner``: the id of the token that asks; another owner's things do not exist for it.
@@ -11,18 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from stages.calls.interface import (
-    AdamOptions,
-    Datum,
-    LossOptions,
-    ModelOptions,
-    PassOutput,
-    SampleOutput,
-    SampleRequest,
-    ServedBase,
-)
+from stages.calls.interface import ModelOptions, PassOutput, SampleOutput
 
 Kind = Literal[
     "create_model", "load_weights", "forward", "forward_backward", "optim_step", "save_weights",
@@ -181,175 +172,3 @@ class SessionInfo:
     samplers: Sequence[str]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     display_name: str = ""
-
-
-class CallService(Protocol):
-    """Everything is asynchronous and may be repeated: the same session, numbers and kind give the
-    same answer. Raises NotThere, Busy, and CallRefused for what can be said at once. Numbers
-    (``seq_id``) order a model's calls; one that never comes holds the later ones up for a limited
-    time."""
-
-    @property
-    def bases(self) -> Sequence[ServedBase]:
-        """The base models that are served."""
-
-    async def open_session(
-        self,
-        owner: str,
-        *,
-        tags: Sequence[str],
-        metadata: Mapping[str, Any],
-        display_name: str = "",
-    ) -> str: ...
-
-    async def heartbeat(self, owner: str, session_id: str) -> None: ...
-
-    async def finish_session(self, owner: str, session_id: str, reason: str) -> None: ...
-
-    async def create_model(
-        self,
-        owner: str,
-        session_id: str,
-        number: int,
-        base: str,
-        options: ModelOptions,
-        metadata: Mapping[str, Any],
-    ) -> Acknowledged: ...
-
-    async def create_model_from(
-        self,
-        owner: str,
-        session_id: str,
-        number: int,
-        path: str,
-        *,
-        optimizer: bool,
-        metadata: Mapping[str, Any],
-    ) -> Acknowledged: ...
-
-    async def model(self, owner: str, model_id: str) -> ModelInfo: ...
-
-    async def models(self, owner: str) -> Sequence[ModelInfo]: ...
-
-    async def train(
-        self,
-        owner: str,
-        model_id: str,
-        seq_id: int,
-        data: Sequence[Datum],
-        loss: str,
-        options: LossOptions,
-        *,
-        backward: bool,
-    ) -> Acknowledged: ...
-
-    async def optim_step(
-        self, owner: str, model_id: str, seq_id: int, options: AdamOptions
-    ) -> Acknowledged: ...
-
-    async def save_weights(
-        self,
-        owner: str,
-        model_id: str,
-        seq_id: int,
-        name: str,
-        *,
-        ttl: float | None,
-        overwrite: bool,
-        metadata: Mapping[str, str],
-    ) -> Acknowledged: ...
-
-    async def save_external(
-        self, owner: str, model_id: str, seq_id: int, name: str, *, ttl: float | None
-    ) -> Acknowledged:
-        """Save weights for others than this service: see :meth:`exported`."""
-
-    async def save_sampler(
-        self,
-        owner: str,
-        model_id: str,
-        seq_id: int,
-        *,
-        name: str | None,
-        number: int | None,
-        inflight: bool,
-        ttl: float | None,
-        metadata: Mapping[str, str],
-    ) -> Acknowledged:
-        """Save weights for sampling under ``name``, or open the session's sampler ``number`` on
-        them; ``inflight``: it follows the later ones of such calls."""
-
-    async def load_weights(
-        self, owner: str, model_id: str, seq_id: int, path: str, *, optimizer: bool
-    ) -> Acknowledged: ...
-
-    async def refuse(
-        self, owner: str, model_id: str, seq_id: int, kind: Kind, message: str
-    ) -> Acknowledged:
-        """Record a call that has failed before it could be made: so it is no gap."""
-
-    async def unload_model(self, owner: str, model_id: str) -> Acknowledged: ...
-
-    async def open_sampler(
-        self, owner: str, session_id: str, number: int, *, base: str | None, path: str | None
-    ) -> SamplerInfo: ...
-
-    async def sampler(self, owner: str, sampler_id: str) -> SamplerInfo: ...
-
-    async def sample(
-        self, owner: str, sampler_id: str, seq_id: int, request: SampleRequest
-    ) -> Acknowledged: ...
-
-    async def result(self, owner: str, request_id: str, seconds: float) -> Done | Failed | None:
-        """Return the answer to a request, or None when there is none within ``seconds``."""
-
-    async def completions(
-        self, owner: str, sampler_id: str, clone: int, cursor: int, seconds: float
-    ) -> tuple[Sequence[Completion], int]:
-        """Return the samples of a sampler that were answered after ``cursor`` (0: all), or none when
-        there is none within ``seconds``, and the cursor after them. ``clone``: those with a
-        ``seq_id`` of 10^9 · ``clone`` and more."""
-
-    async def checkpoint(self, owner: str, path: str) -> CheckpointInfo: ...
-
-    async def checkpoints(
-        self, owner: str, model_id: str | None = None
-    ) -> Sequence[CheckpointInfo]: ...
-
-    async def delete_checkpoint(self, owner: str, path: str) -> None: ...
-
-    async def expire_checkpoint(self, owner: str, path: str, ttl: float | None) -> None: ...
-
-    async def copy_checkpoint(
-        self,
-        owner: str,
-        path: str,
-        *,
-        session_id: str | None,
-        number: int,
-        ttl: float | None,
-        key: str,
-    ) -> CheckpointInfo:
-        """Copy a checkpoint to a model that is not trained: ``number`` of the session, or of one of
-        its own (None). The same owner and ``key`` give the same copy ("": each call another one)."""
-
-    async def exported(self, owner: str, path: str) -> Mapping[str, str]:
-        """Return the files of a checkpoint that others read, by their names in it: an adapter as peft
-        has it, and a model as Hugging Face has it."""
-
-    async def archive(self, owner: str, path: str) -> str:
-        """Return the path of a .tar file with the checkpoint."""
-
-    async def session(self, owner: str, session_id: str) -> SessionInfo: ...
-
-    async def sessions(self, owner: str) -> Sequence[str]: ...
-
-    async def ledger(self, owner: str, model_id: str) -> Mapping[str, Any]:
-        """Return what a model has had: calls by kind and state, data, tokens, steps, staleness of
-        the rows whose provenance is known, sampled sequences with their versions."""
-
-    async def steps(self, owner: str, model_id: str, after: int) -> Sequence[Mapping[str, Any]]:
-        """Return the optimizer steps of a model whose number is larger than ``after``, by the names
-        of :data:`orchestration.calls.steps.FIELDS`. Of long runs older ones are thinned."""
-
-    async def close(self) -> None: ...

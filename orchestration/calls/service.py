@@ -108,7 +108,7 @@ async def open_service(
 
 
 class CheckpointCalls:
-    """The operations on checkpoints of :class:`orchestration.calls.interface.CallService`."""
+    """The operations on checkpoints of :class:`Service`."""
 
     def __init__(
         self, served: Mapping[str, Served], sessions: Sessions, checkpoints: Checkpoints
@@ -147,6 +147,8 @@ class CheckpointCalls:
         ttl: float | None,
         key: str,
     ) -> CheckpointInfo:
+        """Copy a checkpoint to a model that is not trained: ``number`` of the session, or of one of
+        its own (None). The same owner and ``key`` give the same copy ("": each call another one)."""
         source = self._checkpoints.get(owner, path)
         self._must_be_served(source.info.base, path)
         with busy_disk():
@@ -169,9 +171,12 @@ class CheckpointCalls:
         return copied
 
     async def exported(self, owner: str, path: str) -> Mapping[str, str]:
+        """Return the files of a checkpoint that others read, by their names in it: an adapter as
+        peft has it, and a model as Hugging Face has it."""
         return await asyncio.to_thread(exported_files, self._checkpoints.get(owner, path))
 
     async def archive(self, owner: str, path: str) -> str:
+        """Return the path of a .tar file with the checkpoint."""
         with busy_disk():
             return str(await self._checkpoints.archive(self._checkpoints.get(owner, path)))
 
@@ -181,8 +186,12 @@ class CheckpointCalls:
 
 
 class Service(CheckpointCalls):
-    """Implements :class:`orchestration.calls.interface.CallService`. Open it with
-    :func:`open_service`."""
+    """The service, as those who reach it from outside see it. Open it with :func:`open_service`.
+
+    Everything may be repeated: the same session, numbers and kind give the same answer. Raises
+    NotThere, Busy, and CallRefused for what can be said at once. Numbers (``seq_id``) order a
+    model's calls; one that never comes holds the later ones up for a limited time.
+    """
 
     def __init__(self, folder: Path, served: Mapping[str, Served], options: CallOptions) -> None:
         checkpoints = Checkpoints(folder / "checkpoints")
@@ -192,6 +201,7 @@ class Service(CheckpointCalls):
 
     @property
     def bases(self) -> Sequence[ServedBase]:
+        """The base models that are served."""
         return [served.engine.base for served in self._served.values()]
 
     async def load(self) -> None:
@@ -343,6 +353,7 @@ class Service(CheckpointCalls):
     async def refuse(
         self, owner: str, model_id: str, seq_id: int, kind: Kind, message: str
     ) -> Acknowledged:
+        """Record a call that has failed before it could be made: so it is no gap."""
         return await self._call(owner, model_id, seq_id, kind, b"", refused=message)
 
     async def train(
@@ -401,6 +412,7 @@ class Service(CheckpointCalls):
     async def save_external(
         self, owner: str, model_id: str, seq_id: int, name: str, *, ttl: float | None
     ) -> Acknowledged:
+        """Save weights for others than this service: see :meth:`exported`."""
         head: dict[str, Any] = {"name": name, "ttl": ttl, "overwrite": False, "metadata": {}}
         blob = pack_output(head)
         return await self._call(owner, model_id, seq_id, "save_external", blob, **head)
@@ -417,6 +429,8 @@ class Service(CheckpointCalls):
         ttl: float | None,
         metadata: Mapping[str, str],
     ) -> Acknowledged:
+        """Save weights for sampling under ``name``, or open the session's sampler ``number`` on
+        them; ``inflight``: it follows the later ones of such calls."""
         if (name is None) == (number is None):
             message = "give either path or sampling_session_seq_id"
             return await self.refuse(owner, model_id, seq_id, "save_sampler", message)
@@ -478,6 +492,7 @@ class Service(CheckpointCalls):
         return Acknowledged(request_id, sequence_ids=sequence_ids)
 
     async def result(self, owner: str, request_id: str, seconds: float) -> Done | Failed | None:
+        """Return the answer to a request, or None when there is none within ``seconds``."""
         asked, _, tail = request_id.rpartition(":")
         if ":train:" not in asked:
             session, _ = self._sessions.sampler(owner, asked)
@@ -493,6 +508,9 @@ class Service(CheckpointCalls):
     async def completions(
         self, owner: str, sampler_id: str, clone: int, cursor: int, seconds: float
     ) -> tuple[Sequence[Completion], int]:
+        """Return the samples of a sampler that were answered after ``cursor`` (0: all), or none
+        when there is none within ``seconds``, and the cursor after them. ``clone``: those with a
+        ``seq_id`` of 10^9 · ``clone`` and more."""
         session, sampler = self._sessions.sampler(owner, sampler_id)
         key = (sampler.number, clone)
         requests, cursor = await session.completions.after(key, cursor, seconds)
@@ -504,6 +522,8 @@ class Service(CheckpointCalls):
         return completions, cursor
 
     async def ledger(self, owner: str, model_id: str) -> Mapping[str, Any]:
+        """Return what a model has had: calls by kind and state, data, tokens, steps, staleness of
+        the rows whose provenance is known, sampled sequences with their versions."""
         model = self._sessions.model(owner, model_id)
         session = self._sessions.session(owner, model_id.partition(":")[0])
         requests = model.history.requests
@@ -516,6 +536,8 @@ class Service(CheckpointCalls):
         }
 
     async def steps(self, owner: str, model_id: str, after: int) -> Sequence[Mapping[str, Any]]:
+        """Return the optimizer steps of a model whose number is larger than ``after``, by the names
+        of :data:`orchestration.calls.steps.FIELDS`. Of long runs older ones are thinned."""
         return self._sessions.model(owner, model_id).history.steps.after(after)
 
     # --- its life

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestration.calls.interface import Acknowledged, CallOptions, CallService, Done, Failed
+from orchestration.calls.interface import Acknowledged, CallOptions, Done, Failed
 from orchestration.calls.service import Service, open_service
 from stages.calls.interface import (
     AdamOptions,
@@ -40,7 +40,6 @@ async def small_service(
     async with open_service(
         folder, bases, CallOptions(**options), entry=ENTRY, engine_options=engine_options
     ) as service:
-        _: CallService = service  # it is one
         yield service
 
 
