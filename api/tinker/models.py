@@ -7,6 +7,7 @@ POST ──▶ number, content ──▶ calls ──▶ {"request_id"} ──�
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -123,58 +124,31 @@ async def optim_step(service: Service, request: web.Request, body: Ordered, raw:
     return await in_order(request, body.model_id, body.seq_id, "optim_step", send)
 
 
-@tinker_operation("POST", "/api/v1/save_weights", summary="Keep a model's state")
-async def save_weights(service: Service, request: web.Request, body: Ordered, raw: bytes) -> Answer:
-    async def send() -> Acknowledged:
-        saved = SaveBody.model_validate_json(raw, strict=True)
-        calls, owner = caller(request)
-        return await calls.save_weights(
-            owner,
-            body.model_id,
-            body.seq_id,
-            saved.path or f"state-{body.seq_id}",
-            ttl=saved.ttl_seconds,
-            overwrite=saved.overwrite,
-            metadata=saved.user_metadata or {},
-        )
+def _saving(
+    name: str, kind: Kind, body_type: type[SaveBody | SaveExternalBody], summary: str
+) -> Callable[..., Awaitable[Answer]]:
+    """Return the operation ``name``, a call of ``kind``."""
 
-    return await in_order(request, body.model_id, body.seq_id, "save_weights", send)
+    @tinker_operation("POST", f"/api/v1/{name}", summary=summary)
+    async def save(service: Service, request: web.Request, body: Ordered, raw: bytes) -> Answer:
+        async def send() -> Acknowledged:
+            saved = body_type.model_validate_json(raw, strict=True)
+            calls, owner = caller(request)
+            options = saved.options(body.seq_id)
+            return await calls.save(owner, body.model_id, body.seq_id, kind, options)
 
+        return await in_order(request, body.model_id, body.seq_id, kind, send)
 
-@tinker_operation("POST", "/api/v1/save_weights_for_sampler", summary="Weights to sample with")
-async def save_sampler(service: Service, request: web.Request, body: Ordered, raw: bytes) -> Answer:
-    async def send() -> Acknowledged:
-        saved = SaveSamplerBody.model_validate_json(raw, strict=True)
-        calls, owner = caller(request)
-        name = saved.path
-        if name is None and saved.sampling_session_seq_id is None:
-            name = f"sampler-{body.seq_id}"
-        return await calls.save_sampler(
-            owner,
-            body.model_id,
-            body.seq_id,
-            name=name,
-            number=saved.sampling_session_seq_id,
-            inflight=saved.kind == "inflight",
-            ttl=saved.ttl_seconds,
-            metadata=saved.user_metadata or {},
-        )
-
-    return await in_order(request, body.model_id, body.seq_id, "save_sampler", send)
+    return save
 
 
-@tinker_operation("POST", "/api/v1/save_weights_external", summary="Weights for other programs")
-async def save_external(
-    service: Service, request: web.Request, body: Ordered, raw: bytes
-) -> Answer:
-    async def send() -> Acknowledged:
-        saved = SaveExternalBody.model_validate_json(raw, strict=True)
-        calls, owner = caller(request)
-        return await calls.save_external(
-            owner, body.model_id, body.seq_id, saved.path, ttl=saved.ttl_seconds
-        )
-
-    return await in_order(request, body.model_id, body.seq_id, "save_external", send)
+save_weights = _saving("save_weights", "save_weights", SaveBody, "Keep a model's state")
+save_sampler = _saving(
+    "save_weights_for_sampler", "save_sampler", SaveSamplerBody, "Weights to sample with"
+)
+save_external = _saving(
+    "save_weights_external", "save_external", SaveExternalBody, "Weights for other programs"
+)
 
 
 @tinker_operation("POST", "/api/v1/load_weights", summary="A model from a state")

@@ -3,11 +3,12 @@ send some."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, RootModel
 
-from orchestration.calls.interface import CheckpointKind
+from orchestration.calls.interface import CheckpointKind, SaveOptions
 from stages.calls.interface import AdamOptions, ModelOptions
 
 LARGEST = 2**63 - 1
@@ -116,6 +117,15 @@ class SaveBody(Tolerant):
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
+    def options(self, seq_id: int) -> SaveOptions:
+        """Return it as the service takes it, as call ``seq_id`` of a model."""
+        return SaveOptions(
+            self.path or f"state-{seq_id}",
+            ttl=self.ttl_seconds,
+            overwrite=self.overwrite,
+            metadata=self.user_metadata or {},
+        )
+
 
 class SaveExternalBody(Tolerant):
     path: Name
@@ -124,10 +134,21 @@ class SaveExternalBody(Tolerant):
         default=None, max_length=0, description="Files are not encrypted here: leave it out."
     )
 
+    def options(self, _: int) -> SaveOptions:
+        return SaveOptions(self.path, ttl=self.ttl_seconds)
+
 
 class SaveSamplerBody(SaveBody):
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
+
+    def options(self, seq_id: int) -> SaveOptions:
+        number = self.sampling_session_seq_id
+        name = self.path or (f"sampler-{seq_id}" if number is None else None)
+        inflight = self.kind == "inflight"
+        return replace(
+            super().options(seq_id), name=name, number=number, inflight=inflight, overwrite=False
+        )
 
 
 class LoadBody(Tolerant):

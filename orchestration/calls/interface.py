@@ -86,6 +86,19 @@ class CallOptions:
 
 
 @dataclass(frozen=True)
+class SaveOptions:
+    """Of weights that are saved as ``name``, or open sampler ``number`` of the session. ``inflight``:
+    that sampler follows the later ones of such calls. ``ttl``: seconds until they expire."""
+
+    name: str | None
+    number: int | None = None
+    inflight: bool = False
+    ttl: float | None = None
+    overwrite: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Failed:
     """A request that has failed for good. ``by_client``: because of what it asked for."""
 

@@ -45,6 +45,7 @@ from orchestration.calls.interface import (
     ModelInfo,
     NotThere,
     SamplerInfo,
+    SaveOptions,
     SessionInfo,
 )
 from orchestration.calls.sampling import Session, check_number
@@ -389,68 +390,22 @@ class Service(CheckpointCalls):
     ) -> Acknowledged:
         return await self._call(owner, model_id, seq_id, "optim_step", pack_adam(options))
 
-    async def save_weights(
-        self,
-        owner: str,
-        model_id: str,
-        seq_id: int,
-        name: str,
-        *,
-        ttl: float | None,
-        overwrite: bool,
-        metadata: Mapping[str, str],
+    async def save(
+        self, owner: str, model_id: str, seq_id: int, kind: Kind, options: SaveOptions
     ) -> Acknowledged:
-        head = {
-            "name": name,
-            "ttl": ttl,
-            "overwrite": overwrite,
-            "metadata": dict(metadata),
-        }
-        blob = pack_output(head)
-        return await self._call(owner, model_id, seq_id, "save_weights", blob, **head)
-
-    async def save_external(
-        self, owner: str, model_id: str, seq_id: int, name: str, *, ttl: float | None
-    ) -> Acknowledged:
-        """Save weights for others than this service: see :meth:`exported`."""
-        head: dict[str, Any] = {"name": name, "ttl": ttl, "overwrite": False, "metadata": {}}
-        blob = pack_output(head)
-        return await self._call(owner, model_id, seq_id, "save_external", blob, **head)
-
-    async def save_sampler(
-        self,
-        owner: str,
-        model_id: str,
-        seq_id: int,
-        *,
-        name: str | None,
-        number: int | None,
-        inflight: bool,
-        ttl: float | None,
-        metadata: Mapping[str, str],
-    ) -> Acknowledged:
-        """Save weights for sampling under ``name``, or open the session's sampler ``number`` on
-        them; ``inflight``: it follows the later ones of such calls."""
-        if (name is None) == (number is None):
+        """Save weights as ``kind`` says: save_weights, for training; save_sampler, for sampling;
+        save_external, for others than this service, see :meth:`exported`."""
+        if (options.name is None) == (options.number is None):
             message = "give either path or sampling_session_seq_id"
-            return await self.refuse(owner, model_id, seq_id, "save_sampler", message)
-        head = {
-            "name": name,
-            "number": number,
-            "inflight": inflight,
-            "ttl": ttl,
-            "overwrite": False,
-            "metadata": dict(metadata),
-        }
-        blob = pack_output(head)
-        return await self._call(owner, model_id, seq_id, "save_sampler", blob, **head)
+            return await self.refuse(owner, model_id, seq_id, kind, message)
+        head = asdict(options)
+        return await self._call(owner, model_id, seq_id, kind, pack_output(head), **head)
 
     async def load_weights(
         self, owner: str, model_id: str, seq_id: int, path: str, *, optimizer: bool
     ) -> Acknowledged:
         head = {"path": path, "optimizer": optimizer}
-        blob = pack_output(head)
-        return await self._call(owner, model_id, seq_id, "load_weights", blob, **head)
+        return await self._call(owner, model_id, seq_id, "load_weights", pack_output(head), **head)
 
     async def unload_model(self, owner: str, model_id: str) -> Acknowledged:
         task = asyncio.create_task(self._sessions.model(owner, model_id).leave())

@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from orchestration.calls.interface import Acknowledged, CallOptions, Done, Failed
+from orchestration.calls.interface import (
+    Acknowledged,
+    CallOptions,
+    Done,
+    Failed,
+    Kind,
+    SaveOptions,
+)
 from orchestration.calls.service import Service, open_service
 from stages.calls.interface import (
     AdamOptions,
@@ -109,26 +116,14 @@ class Client:
         )
 
     async def save(self, name: str, *, overwrite: bool = False, **more: Any) -> Acknowledged:
-        return await self.service.save_weights(
-            self.owner,
-            self.model_id,
-            self._next(None),
-            name,
-            overwrite=overwrite,
-            **{"ttl": None, "metadata": {}, **more},
-        )
+        options = SaveOptions(name, overwrite=overwrite, **more)
+        return await self._save("save_weights", options)
 
     async def snapshot(self, number: int, *, inflight: bool = False) -> Acknowledged:
-        return await self.service.save_sampler(
-            self.owner,
-            self.model_id,
-            self._next(None),
-            name=None,
-            number=number,
-            inflight=inflight,
-            ttl=None,
-            metadata={},
-        )
+        return await self._save("save_sampler", SaveOptions(None, number, inflight))
+
+    async def _save(self, kind: Kind, options: SaveOptions) -> Acknowledged:
+        return await self.service.save(self.owner, self.model_id, self._next(None), kind, options)
 
     async def load(self, path: str, *, optimizer: bool = True) -> Acknowledged:
         return await self.service.load_weights(
