@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from pipeline.problems import Problem
 from stages.calls.interface import CallRefused, Matrix
 
 MOST_VALUES = 2**25  # of all tensors of one request, sparse ones with their zeros
@@ -93,4 +92,4 @@ def write_tensor(message: Any, matrix: Matrix) -> None:
 
 def refuse(key: str, value: object, wrong: str, fix: str) -> NoReturn:
     """Raise CallRefused."""
-    raise CallRefused(Problem(key, value, wrong, fix))
+    raise CallRefused.of(key, value, wrong, fix)

@@ -51,7 +51,6 @@ from orchestration.calls.interface import (
 from orchestration.calls.sampling import Session, check_number
 from orchestration.calls.sessions import Sessions, busy_disk
 from pipeline.locks import take
-from pipeline.problems import Problem
 from stages.calls.interface import (
     AdamOptions,
     CallRefused,
@@ -518,11 +517,11 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
     try:
         nbytes = len(pack_output(facts))
     except (OverflowError, TypeError, ValueError) as error:
-        problem = Problem("user_metadata", None, f"cannot be kept ({error})", "send smaller values")
-        raise CallRefused(problem) from None
+        wrong = f"cannot be kept ({error})"
+        raise CallRefused.of("user_metadata", None, wrong, "send smaller values") from None
     if nbytes > FACTS_BYTES:
         fix = f"user_metadata and tags may have {FACTS_BYTES} together"
-        raise CallRefused(Problem("user_metadata", None, f"has {nbytes} bytes", fix))
+        raise CallRefused.of("user_metadata", None, f"has {nbytes} bytes", fix)
 
 
 def _model_id(session_id: str, number: int) -> str:

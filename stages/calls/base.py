@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from pipeline.problems import Problem
 from stages import device as devices
 from stages.adapters.export import base_weights
 from stages.adapters.names import adapted_layers, head_name
@@ -133,7 +132,7 @@ def adapter_options(model: PreTrainedModel, options: ModelOptions) -> AdapterOpt
     """Return the adapters that ``options`` mean on ``model``, which has none; None for rank 0.
     Raises CallRefused."""
     if options.rank < 0:
-        raise _refused("rank", options.rank, "is below 0", "use 1 or more, or 0 to train all")
+        raise CallRefused.of("rank", options.rank, "is below 0", "use 1 or more, or 0 to train all")
     if options.rank == 0:
         return None
     layers = [*adapted_layers(model, ())]
@@ -146,12 +145,12 @@ def adapter_options(model: PreTrainedModel, options: ModelOptions) -> AdapterOpt
                 f"needs an output head that is a linear layer, and {type(model).__name__} has none"
             )
             fix = "set it to false, or rank 0 to train all weights"
-            raise _refused("train_unembed", True, wrong, fix)
+            raise CallRefused.of("train_unembed", True, wrong, fix)
         targets.append(head)
     if not targets:
         wrong = f"leaves no layer of {type(model).__name__} to train"
         fix = "set train_attn, train_mlp or train_unembed to true"
-        raise _refused("lora_config", None, wrong, fix)
+        raise CallRefused.of("lora_config", None, wrong, fix)
     named = () if targets == layers else tuple(targets)
     return AdapterOptions(options.rank, ALPHA, named, options.seed)
 
@@ -159,7 +158,3 @@ def adapter_options(model: PreTrainedModel, options: ModelOptions) -> AdapterOpt
 def is_attention(layer: str) -> bool:
     """Return whether the layer of this name is part of the attention."""
     return any("attn" in part or "attention" in part for part in layer.lower().split("."))
-
-
-def _refused(field: str, value: object, wrong: str, fix: str) -> CallRefused:
-    return CallRefused(Problem(field, value, wrong, fix))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.problems import Problem
 from stages.calls.interface import AdamOptions, CallRefused, Datum, LossOptions
 from stages.calls.losses import LOSSES, Loss
 
@@ -36,20 +35,22 @@ def checked_loss(name: str, options: LossOptions) -> tuple[Loss, dict[str, float
     """Return the loss of this name, and all of its options. Raises CallRefused."""
     loss = LOSSES.get(name)
     if loss is None:
-        raise _refused("loss_fn", name, "is no loss of this server", f"use one of {[*LOSSES]}")
+        raise CallRefused.of(
+            "loss_fn", name, "is no loss of this server", f"use one of {[*LOSSES]}"
+        )
     values = dict(loss.options)
     for option, value in options.items():
         field = f"loss_fn_config.{option}"
         if option not in values:
             known = f"it has {[*values]}" if values else "it has none"
-            raise _refused(field, value, f"is no option of {name}", known)
+            raise CallRefused.of(field, value, f"is no option of {name}", known)
         if isinstance(value, str | bool) or not 0 <= value < math.inf:
-            raise _refused(field, value, "is no number of at least 0", "give one")
+            raise CallRefused.of(field, value, "is no number of at least 0", "give one")
         values[option] = float(value)
     low, high = values.get("clip_low_threshold", 0), values.get("clip_high_threshold", math.inf)
     if low > high:
         field = "loss_fn_config.clip_low_threshold"
-        raise _refused(field, low, f"is above clip_high_threshold, {high}", "exchange them")
+        raise CallRefused.of(field, low, f"is above clip_high_threshold, {high}", "exchange them")
     return loss, values
 
 
@@ -64,7 +65,7 @@ def checked_data(
     """Return the columns of each datum. Inputs that the loss does not read are ignored. Raises
     CallRefused."""
     if not data:
-        raise _refused("data", None, "is empty", "send at least one datum")
+        raise CallRefused.of("data", None, "is empty", "send at least one datum")
     return [
         _columns(f"data.{number}", datum, loss, options, vocabulary, context)
         for number, datum in enumerate(data)
@@ -85,7 +86,7 @@ def checked_adam(options: AdamOptions) -> None:
         value = getattr(options, name)
         if not least <= value <= most:
             wrong = "is out of range"
-            raise _refused(f"adam_params.{name}", value, wrong, f"use {least:g} to {most:g}")
+            raise CallRefused.of(f"adam_params.{name}", value, wrong, f"use {least:g} to {most:g}")
 
 
 def _columns(
@@ -99,19 +100,19 @@ def _columns(
     tokens = _integers(f"{field}.model_input", datum.tokens, vocabulary)
     if tokens.ndim != 1 or not 1 <= len(tokens) <= context:
         wrong = f"has the shape {[*tokens.shape]}"
-        raise _refused(f"{field}.model_input", None, wrong, f"send 1 to {context} tokens")
+        raise CallRefused.of(f"{field}.model_input", None, wrong, f"send 1 to {context} tokens")
     for name in (TARGETS, *loss.inputs):
         if name not in datum.inputs:
             wrong = f"is missing, which {loss.name} reads"
             fix = f"add it to {sorted(datum.inputs)}"
-            raise _refused(f"{field}.loss_fn_inputs.{name}", None, wrong, fix)
+            raise CallRefused.of(f"{field}.loss_fn_inputs.{name}", None, wrong, fix)
     target_field = f"{field}.loss_fn_inputs.{TARGETS}"
     targets = _integers(target_field, datum.inputs[TARGETS], vocabulary)
     most = 2 if loss.several_targets else 1
     if not 1 <= targets.ndim <= most or len(targets) != len(tokens) or not targets.size:
         wrong = f"has the shape {[*targets.shape]}, for {len(tokens)} tokens of model_input"
         fix = f"send [{len(tokens)}]" + (f" or [{len(tokens)}, K]" if most == 2 else "")
-        raise _refused(target_field, None, wrong, fix)
+        raise CallRefused.of(target_field, None, wrong, fix)
     inputs = dict(_inputs(field, datum, loss, options, targets.shape))
     return DatumColumns(tokens, targets, inputs)
 
@@ -130,30 +131,26 @@ def _inputs(
             continue
         at = f"{field}.loss_fn_inputs.{name}"
         if values.dtype.kind not in "fiu":
-            raise _refused(at, str(values.dtype), "is no dtype of numbers", "send float32")
+            raise CallRefused.of(at, str(values.dtype), "is no dtype of numbers", "send float32")
         if values.shape != shape:
             wrong = f"has the shape {[*values.shape]}, and {TARGETS} {[*shape]}"
-            raise _refused(at, None, wrong, "make them equal")
+            raise CallRefused.of(at, None, wrong, "make them equal")
         with np.errstate(over="ignore"):
             numbers = values.astype(np.float32)
         if not np.isfinite(numbers).all():
             place = int(np.flatnonzero(~np.isfinite(numbers))[0])
             wrong = f"at place {place} is no finite float32"
-            raise _refused(at, str(values.flat[place]), wrong, "send finite numbers")
+            raise CallRefused.of(at, str(values.flat[place]), wrong, "send finite numbers")
         yield name, numbers
 
 
 def _integers(field: str, values: np.ndarray, vocabulary: int) -> np.ndarray:
     """Return ``values`` as int64. Raises CallRefused where they are no tokens."""
     if values.dtype.kind not in "iu":
-        raise _refused(field, str(values.dtype), "is no dtype of tokens", "send int64")
+        raise CallRefused.of(field, str(values.dtype), "is no dtype of tokens", "send int64")
     wrong = np.flatnonzero((values < 0) | (values >= vocabulary))
     if len(wrong):
         value = int(values.flat[wrong[0]])
         problem = f"at place {int(wrong[0])} is no token of the model"
-        raise _refused(field, value, problem, f"use 0 to {vocabulary - 1}")
+        raise CallRefused.of(field, value, problem, f"use 0 to {vocabulary - 1}")
     return values.astype(np.int64)
-
-
-def _refused(field: str, value: object, wrong: str, fix: str) -> CallRefused:
-    return CallRefused(Problem(field, value, wrong, fix))

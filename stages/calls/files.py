@@ -25,7 +25,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from pipeline.problems import Problem
 from stages.adapters.export import load_adapter, save_adapter, write_merged
 from stages.adapters.names import peft_config, up_of
 from stages.adapters.options import ADAPTER
@@ -232,4 +231,4 @@ def _sync(path: Path) -> None:
 
 
 def _refused(folder: Path, wrong: str, fix: str) -> CallRefused:
-    return CallRefused(Problem("path", folder.name, wrong, fix))
+    return CallRefused.of("path", folder.name, wrong, fix)

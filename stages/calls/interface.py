@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeline.problems import ProblemError
+from pipeline.problems import Problem, ProblemError
 
 LossOptions = Mapping[str, float | str]
 ALPHA = 32.0  # B·A of an adapter is multiplied by this number / its rank, as in Tinker
@@ -72,6 +72,10 @@ class ModelOptions:
 
 class CallRefused(ProblemError, ValueError):
     """A call that cannot be served as the client has made it; nothing was changed."""
+
+    @classmethod
+    def of(cls, key: str, value: object, wrong: str, fix: str = "") -> CallRefused:
+        return cls(Problem(key, value, wrong, fix))
 
 
 class SamplerFailed(RuntimeError):

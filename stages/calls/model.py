@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.problems import Problem
 from stages.calls import files
 from stages.calls.base import TorchBase
 from stages.calls.checks import DatumColumns, checked_adam, checked_data, checked_loss
@@ -92,7 +91,7 @@ class TorchCalledModel:
         if all(parameter.grad is None for parameter in self._learning()):
             wrong = "has no gradients to step with"
             fix = "call forward_backward before each optim_step"
-            raise CallRefused(Problem("optim_step", None, wrong, fix))
+            raise CallRefused.of("optim_step", None, wrong, fix)
         self._engine.set_adam(
             learning_rate=options.learning_rate,
             betas=(options.beta1, options.beta2),

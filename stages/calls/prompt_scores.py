@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from pipeline.problems import Problem
 from stages import device as devices
 from stages.calls.interface import CallRefused, Matrix, SampleRequest
 from stages.engines.protocols import GroupRequest, PromptReadingEngine, PromptScoringEngine
@@ -40,27 +39,31 @@ def check_prompt(request: SampleRequest) -> None:
     counts = {"top_k_prompt": request.top_k_prompt, "prompt_alt_tokens_k": request.prompt_draws}
     for name, count in counts.items():
         if not 0 <= count <= MOST_TOP:
-            raise _refused(name, count, "is out of range", f"give 0 to {MOST_TOP}")
+            raise CallRefused.of(name, count, "is out of range", f"give 0 to {MOST_TOP}")
     last = request.score_last
     if last is not None and not 1 <= last < tokens:
         wrong = f"is out of range for a prompt of {tokens} tokens"
-        raise _refused("prompt_logprobs_last_n", last, wrong, "give 1 to one less than it has")
+        raise CallRefused.of(
+            "prompt_logprobs_last_n", last, wrong, "give 1 to one less than it has"
+        )
     if last is not None and not (request.prompt_logprobs or request.top_k_prompt):
-        raise _refused("prompt_logprobs_last_n", last, "is of no logprobs", "ask for these too")
+        raise CallRefused.of(
+            "prompt_logprobs_last_n", last, "is of no logprobs", "ask for these too"
+        )
     targets = request.targets
     if targets is None:
         return
     if targets.shape[0] != tokens - 1:
         wrong = f"has {targets.shape[0]} rows, for a prompt of {tokens} tokens"
-        raise _refused("target_prompt_logprobs", None, wrong, f"give {tokens - 1} rows")
+        raise CallRefused.of("target_prompt_logprobs", None, wrong, f"give {tokens - 1} rows")
     ids = targets.values
     if not (ids >= 0).any() or ids.min() < -1:
         wrong = "names no token" if len(ids) == 0 or ids.max() < 0 else f"has {ids.min()}"
-        raise _refused("target_prompt_logprobs", None, wrong, "give tokens, and -1 for none")
+        raise CallRefused.of("target_prompt_logprobs", None, wrong, "give tokens, and -1 for none")
     if len(ids) > MOST_TOP * (tokens - 1):
         wrong = f"has {len(ids)} values, for a prompt of {tokens} tokens"
         fix = f"give at most {MOST_TOP} for each token after the first"
-        raise _refused("target_prompt_logprobs", None, wrong, fix)
+        raise CallRefused.of("target_prompt_logprobs", None, wrong, fix)
 
 
 async def score(
@@ -74,7 +77,7 @@ async def score(
     if places and not isinstance(engine, PromptReadingEngine):
         name = "prompt_alt_tokens_k" if request.prompt_draws else "target_prompt_logprobs"
         wrong = "needs the logits of the prompt, which the engine that samples here does not give"
-        raise _refused(name, None, wrong, "leave it out")
+        raise CallRefused.of(name, None, wrong, "leave it out")
     places += [begin] if request.prompt_logprobs or request.top_k_prompt else []
     if not places:
         return PromptScores()
@@ -124,7 +127,7 @@ class PromptReader:
         vocabulary = logits.shape[1]
         if len(self._targets) and (highest := int(self._targets.max())) >= vocabulary:
             fix = f"the model knows 0..{vocabulary - 1}"
-            raise _refused("target_prompt_logprobs", highest, "is no token of the model", fix)
+            raise CallRefused.of("target_prompt_logprobs", highest, "is no token of the model", fix)
         rows = max(1, SLICE_VALUES // vocabulary)
         starts = range(place, place + len(logits), rows)
         return [
@@ -197,7 +200,3 @@ def _gather(logprobs: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
     """Return the logprobs float32 [T, K] of ``tokens`` [T, K] at each place."""
     chosen = logprobs.gather(-1, devices.put(tokens, logprobs.device))
     return chosen.cpu().numpy()
-
-
-def _refused(key: str, value: object, wrong: str, fix: str) -> CallRefused:
-    return CallRefused(Problem(key, value, wrong, fix))

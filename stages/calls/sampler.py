@@ -92,13 +92,13 @@ class EngineSampler:
         """See :class:`~stages.calls.interface.Sampler`. Raises CallRefused: the weights that
         ``name`` has stay."""
         if not name:
-            raise _refused("model", name, "is the base model", "give another name")
+            raise CallRefused.of("model", name, "is the base model", "give another name")
         if self._options.get(name, options) != options:
             fix = "remove it first, or keep its options"
-            raise _refused("model", name, f"has {self._options[name]}, not {options}", fix)
+            raise CallRefused.of("model", name, f"has {self._options[name]}, not {options}", fix)
         if not options.rank and self._whole is None:
             fix = "use an adapter: a rank of 1 or more"
-            raise _refused("rank", options.rank, "samplers of whole models are off", fix)
+            raise CallRefused.of("rank", options.rank, "samplers of whole models are off", fix)
         try:
             if (models := self._models_of(options)) is not None:
                 await models.put(name, weights, step)
@@ -107,14 +107,14 @@ class EngineSampler:
         except EngineFailed as error:
             raise SamplerFailed(str(error)) from error
         except ValueError as error:  # of weights that do not fit, or no room for more
-            raise _refused("model", name, str(error)) from error
+            raise CallRefused.of("model", name, str(error)) from error
         self._options[name] = options
 
     async def remove(self, name: str) -> None:
         """See :class:`~stages.calls.interface.Sampler`. Raises CallRefused."""
         options = self._options.pop(name, None)
         if options is None:
-            raise _refused("model", name, "has no weights here")
+            raise CallRefused.of("model", name, "has no weights here")
         if (models := self._models_of(options)) is not None:
             await models.remove(name)
         else:
@@ -129,10 +129,10 @@ class EngineSampler:
         """
         for field, least, most in (("top_k_sampled", 0, MOST_TOP), ("count", 1, MOST_SAMPLES)):
             if not least <= (value := getattr(request, field)) <= most:
-                raise _refused(field, value, "is out of range", f"give {least} to {most}")
+                raise CallRefused.of(field, value, "is out of range", f"give {least} to {most}")
         check_prompt(request)
         if name and name not in self._options:
-            raise _refused("model", name, "has no weights here", "put them first")
+            raise CallRefused.of("model", name, "has no weights here", "put them first")
         await self._going.wait()
         try:
             async with self._engine_of(name) as (engine, adapters):
@@ -155,7 +155,7 @@ class EngineSampler:
             if isinstance(error, EngineClosed) and name in self._options:
                 raise
             wrong = str(error) if isinstance(error, WeightMismatch) else "was removed"
-            raise _refused("model", name, wrong) from error
+            raise CallRefused.of("model", name, wrong) from error
 
     async def pause(self) -> None:
         """See :class:`~stages.calls.interface.Sampler`. Calls wait too."""
@@ -201,13 +201,15 @@ class EngineSampler:
         options = request.options
         prompt = torch.tensor(request.prompt)
         if not len(prompt):
-            raise _refused("prompt", None, "has no tokens", "send at least one")
+            raise CallRefused.of("prompt", None, "has no tokens", "send at least one")
         room = context - len(prompt)
         if room < 1:
             wrong = f"has {len(prompt)} tokens, and the context {context}: there is room for none"
-            raise _refused("prompt", None, wrong, "shorten it")
+            raise CallRefused.of("prompt", None, wrong, "shorten it")
         if options.top_k < -1:
-            raise _refused("top_k", options.top_k, "is out of range", "give -1 or 0 for all tokens")
+            raise CallRefused.of(
+                "top_k", options.top_k, "is out of range", "give -1 or 0 for all tokens"
+            )
         stop = options.stop or ()
         ends = () if options.stop == () else self._ends
         params = SamplingParams(
@@ -288,7 +290,3 @@ def _as_sent(problem: Problem) -> Problem:
     """Return what an engine says of a request, by the name that its client knows."""
     key, wrong = (text.replace("prompt_ids", "prompt") for text in (problem.key, problem.wrong))
     return replace(problem, key=key, wrong=wrong)
-
-
-def _refused(key: str, value: object, wrong: str, fix: str = "") -> CallRefused:
-    return CallRefused(Problem(key, value, wrong, fix))

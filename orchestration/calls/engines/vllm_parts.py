@@ -17,7 +17,6 @@ from orchestration.calls.engines.parts import Parts
 from orchestration.processes.leftovers import sweep_leftovers
 from pipeline.data.arena import shared_memory_directory
 from pipeline.node import owned_prefix
-from pipeline.problems import Problem
 from stages.calls.base import TorchBase
 from stages.calls.interface import CalledModel, CallRefused, ModelOptions
 from stages.calls.prompt_scores import MOST_TOP
@@ -79,14 +78,14 @@ def vllm_parts(
         """Make a model that vLLM has room for. Raises CallRefused."""
         if model.rank > max_lora_rank:
             wrong = f"is more than the {max_lora_rank} that this server samples with"
-            raise _refused("rank", model.rank, wrong, "use a lower one, or ask for more")
+            raise CallRefused.of("rank", model.rank, wrong, "use a lower one, or ask for more")
         if model.head and model.rank and not shared_engine.adapts_heads:
             wrong = "is not available: vLLM has no adapters on the head of this model"
-            raise _refused("train_unembed", True, wrong, "set it to false")
+            raise CallRefused.of("train_unembed", True, wrong, "set it to false")
         if not model.rank and not can_open_whole:
             wrong = "trains all weights, for which this server has no sampler: its recipe has no "
             fix = "use an adapter: a rank of 1 or more"
-            raise _refused("rank", 0, f"{wrong}rollout.vllm.kv_cache_bytes", fix)
+            raise CallRefused.of("rank", 0, f"{wrong}rollout.vllm.kv_cache_bytes", fix)
         return new_model(model)
 
     return Parts(make, sampler)
@@ -100,7 +99,3 @@ def _folder(trained: TorchBase, source: str, shared: Path) -> Path:
     trained.model.save_pretrained(folder)
     trained.tokenizer.save_pretrained(folder)
     return folder
-
-
-def _refused(field: str, value: object, wrong: str, fix: str) -> CallRefused:
-    return CallRefused(Problem(field, value, wrong, fix))
