@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 
 from orchestration.calls.checkpoints import Checkpoint, Checkpoints, hold
-from orchestration.calls.engines.encoding import pack_request
+from orchestration.calls.engines.encoding import pack
 from orchestration.calls.engines.engine import EngineDied, EngineDown, EngineFailed
 from orchestration.calls.engines.served import Served, Weights
 from orchestration.calls.interface import CallOptions, Failed, NotThere
@@ -291,7 +291,7 @@ class Session:
             "seed": secrets.randbits(62) if seed is None else seed,
             "rows": request.count,
         }
-        await self.requests.add(head, pack_request(request))
+        await self.requests.add(head, pack(request))
         return request_id
 
     def _arrived(self, request: Request) -> None:

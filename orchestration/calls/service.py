@@ -27,7 +27,7 @@ from typing import Any
 import structlog
 
 from orchestration.calls.checkpoints import Checkpoints, exported_files
-from orchestration.calls.engines.encoding import pack_adam, pack_output, pack_pass
+from orchestration.calls.engines.encoding import pack, pack_pass
 from orchestration.calls.engines.engine import Engine
 from orchestration.calls.engines.parts import MAX_ROWS
 from orchestration.calls.engines.served import Served
@@ -262,7 +262,7 @@ class Service(CheckpointCalls):
         _check_facts(metadata)
         session = self._sessions.session(owner, session_id, for_calls=True)
         facts = Facts(_model_id(session_id, number), owner, base, options, metadata)
-        blob = pack_output({"base": base, "options": asdict(options)})
+        blob = pack({"base": base, "options": asdict(options)})
         return await self._create(session, number, facts, "create_model", blob)
 
     async def create_model_from(
@@ -285,7 +285,7 @@ class Service(CheckpointCalls):
             facts = Facts(model_id, owner, info.base, info.options, metadata)
         self._must_be_served(facts.base, path)
         head = {"path": path, "optimizer": optimizer}
-        return await self._create(session, number, facts, "load_weights", pack_output(head), **head)
+        return await self._create(session, number, facts, "load_weights", pack(head), **head)
 
     async def _create(
         self, session: Session, number: int, facts: Facts, kind: Kind, blob: bytes, **head: Any
@@ -387,7 +387,7 @@ class Service(CheckpointCalls):
     async def optim_step(
         self, owner: str, model_id: str, seq_id: int, options: AdamOptions
     ) -> Acknowledged:
-        return await self._call(owner, model_id, seq_id, "optim_step", pack_adam(options))
+        return await self._call(owner, model_id, seq_id, "optim_step", pack(options))
 
     async def save(
         self, owner: str, model_id: str, seq_id: int, kind: Kind, options: SaveOptions
@@ -398,13 +398,13 @@ class Service(CheckpointCalls):
             message = "give either path or sampling_session_seq_id"
             return await self.refuse(owner, model_id, seq_id, kind, message)
         head = asdict(options)
-        return await self._call(owner, model_id, seq_id, kind, pack_output(head), **head)
+        return await self._call(owner, model_id, seq_id, kind, pack(head), **head)
 
     async def load_weights(
         self, owner: str, model_id: str, seq_id: int, path: str, *, optimizer: bool
     ) -> Acknowledged:
         head = {"path": path, "optimizer": optimizer}
-        return await self._call(owner, model_id, seq_id, "load_weights", pack_output(head), **head)
+        return await self._call(owner, model_id, seq_id, "load_weights", pack(head), **head)
 
     async def unload_model(self, owner: str, model_id: str) -> Acknowledged:
         task = asyncio.create_task(self._sessions.model(owner, model_id).leave())
@@ -515,7 +515,7 @@ class Service(CheckpointCalls):
 def _check_facts(facts: Mapping[str, Any]) -> None:
     """Raise CallRefused where what a client says of a session or a model cannot be recorded."""
     try:
-        nbytes = len(pack_output(facts))
+        nbytes = len(pack(facts))
     except (OverflowError, TypeError, ValueError) as error:
         wrong = f"cannot be kept ({error})"
         raise CallRefused.of("user_metadata", None, wrong, "send smaller values") from None

@@ -33,7 +33,7 @@ from orchestration.calls.checkpoints import (
     path_of,
     write_folder,
 )
-from orchestration.calls.engines.encoding import pack_output
+from orchestration.calls.engines.encoding import pack
 from orchestration.calls.engines.engine import EngineDied, EngineDown, EngineFailed, NotFinite
 from orchestration.calls.engines.loaded import LoadedModel
 from orchestration.calls.engines.served import Served
@@ -255,7 +255,7 @@ class TrainedModel:
             case "save_sampler":
                 sampler_id = await self._around.snapshot(self, request)
                 result = {"sampling_session_id": sampler_id}
-        return pack_output(result)
+        return pack(result)
 
     async def _pass(self, request: Request, facts: dict[str, Any]) -> bytes:
         reply, result = await self._run_call(request)

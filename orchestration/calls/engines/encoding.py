@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import is_dataclass
 from typing import Any
 
 import msgpack
@@ -30,10 +30,17 @@ ARRAY = 1  # the extension's number
 DTYPES = ("<f4", "<f8", "<i4", "<i8")
 
 
+def pack(value: Any) -> bytes:
+    """Pack JSON's values, arrays, and dataclasses of training calls: options by name, others as
+    their fields in order. Raises TypeError, ValueError, OverflowError."""
+    packed: bytes = msgpack.packb(value, default=_plain)
+    return packed
+
+
 def pack_pass(data: Sequence[Datum], loss: str, options: LossOptions) -> bytes:
     """The order of names in a datum and in ``options`` does not matter."""
     packed_data = [[each.tokens, sorted(each.inputs.items()), each.sampled] for each in data]
-    return _pack([packed_data, loss, sorted(options.items())])
+    return pack([packed_data, loss, sorted(options.items())])
 
 
 def unpack_pass(packed: bytes) -> tuple[list[Datum], str, dict[str, float | str]]:
@@ -45,49 +52,13 @@ def unpack_pass(packed: bytes) -> tuple[list[Datum], str, dict[str, float | str]
     )
 
 
-def pack_adam(options: AdamOptions) -> bytes:
-    return _pack(asdict(options))
-
-
 def unpack_adam(packed: bytes) -> AdamOptions:
     return AdamOptions(**_unpack(packed))
-
-
-def pack_request(request: SampleRequest) -> bytes:
-    rest = (
-        request.count,
-        request.prompt_logprobs,
-        request.top_k_prompt,
-        request.top_k_sampled,
-        _matrix_fields(request.targets),
-        request.prompt_draws,
-        request.score_last,
-    )
-    return _pack([request.prompt, asdict(request.options), *rest])
 
 
 def unpack_request(packed: bytes) -> SampleRequest:
     prompt, options, *rest = _unpack(packed)
     return SampleRequest(prompt, SamplingOptions(**options), *_with_matrix(rest, 4))
-
-
-def pack_output(output: PassOutput | SampleOutput | Mapping[str, Any]) -> bytes:
-    if isinstance(output, PassOutput):
-        return _pack([list(output.logprobs), dict(output.metrics)])
-    if isinstance(output, SampleOutput):
-        sequences = [
-            [each.tokens, each.logprobs, each.stopped, each.versions, each.top]
-            for each in output.sequences
-        ]
-        rest = (
-            output.prompt_logprobs,
-            output.prompt_top,
-            output.cached_tokens,
-            _matrix_fields(output.target_logprobs),
-            output.drawn,
-        )
-        return _pack([sequences, *rest])
-    return _pack(output)
 
 
 def unpack_output(kind: str, packed: bytes) -> PassOutput | SampleOutput | Mapping[str, Any]:
@@ -102,10 +73,6 @@ def unpack_output(kind: str, packed: bytes) -> PassOutput | SampleOutput | Mappi
     return output
 
 
-def _matrix_fields(matrix: Matrix | None) -> list[Any] | None:
-    return None if matrix is None else [*vars(matrix).values()]
-
-
 def _with_matrix(values: list[Any], place: int) -> list[Any]:
     """Return ``values`` with the matrix at ``place``; of an earlier version they end before it."""
     if len(values) > place and values[place] is not None:
@@ -113,9 +80,11 @@ def _with_matrix(values: list[Any], place: int) -> list[Any]:
     return values
 
 
-def _pack(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value, default=_array)
-    return packed
+def _plain(value: Any) -> Any:
+    """Return ``value``, which msgpack does not know, as what it knows."""
+    if isinstance(value, AdamOptions | SamplingOptions):
+        return vars(value)
+    return [*vars(value).values()] if is_dataclass(value) else _array(value)
 
 
 def _array(value: Any) -> msgpack.ExtType:

@@ -27,7 +27,7 @@ import structlog
 from orchestration import logs
 from orchestration.calls.engines.channel import BUFFER_BYTES, FAILED, Message, receive, send
 from orchestration.calls.engines.encoding import (
-    pack_output,
+    pack,
     unpack_adam,
     unpack_pass,
     unpack_request,
@@ -133,12 +133,12 @@ class _Engine:
         if head["kind"] == "optim_step":
             metrics = model.optimizer_step(unpack_adam(blob))
             step = model.step
-            return {"step": step, "metrics": metrics}, pack_output({"metrics": metrics})
+            return {"step": step, "metrics": metrics}, pack({"metrics": metrics})
         data, loss, options = unpack_pass(blob)
         is_forward = head["kind"] == "forward"
         operation = model.forward if is_forward else model.forward_backward
         output = operation(data, loss, options)
-        return {"step": step, "metrics": dict(output.metrics)}, pack_output(output)
+        return {"step": step, "metrics": dict(output.metrics)}, pack(output)
 
     def do_forget(self, head: dict[str, Any], _: bytes) -> Message:
         self._model(head).forget_gradients()
@@ -204,7 +204,7 @@ class _Engine:
             raise Absent
         output = await self._sampler.sample(head["name"], unpack_request(blob), head["seed"])
         versions = [each.versions for each in output.sequences]
-        return {"versions": versions}, pack_output(output)
+        return {"versions": versions}, pack(output)
 
 
 def _kind_of(error: Exception) -> str:
