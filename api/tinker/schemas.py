@@ -225,12 +225,8 @@ class CheckpointPath(ModelPath):
         return f"tinker://{self.model}/{self.kind}/{self.name}"
 
 
-class ExternalPath(ModelPath):
-    name: Name
-
-    @property
-    def path(self) -> str:
-        return f"tinker://{self.model}/external_weights/{self.name}"
+class ExternalPath(CheckpointPath):
+    kind: CheckpointKind = "external_weights"
 
 
 class SessionPath(Tolerant):

@@ -1,6 +1,6 @@
 """What a sample request asks of its prompt: logprobs, likeliest tokens, targets, draws.
 
-request ──▶ score ──▶ an engine that lets its logits be read: all of it from one forward ──▶ PromptScores
+request ──▶ score ──▶ an engine that lets its logits be read: all of it from one forward ──▶ SampleOutput
                 └───▶ another one: what its score_prompt gives; targets and draws are refused
 """
 
@@ -15,22 +15,12 @@ import numpy as np
 import torch
 
 from stages import device as devices
-from stages.calls.interface import CallRefused, Matrix, SampleRequest
+from stages.calls.interface import CallRefused, Matrix, SampleOutput, SampleRequest
 from stages.engines.protocols import GroupRequest, PromptReadingEngine, PromptScoringEngine
 
 MOST_TOP = 1024  # alternatives to a token
 SLICE_VALUES = 1 << 24  # logits that are worked on at once
 Top = tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """See the fields of :class:`~stages.calls.interface.SampleOutput`."""
-
-    logprobs: np.ndarray | None = None
-    top: tuple[Top, ...] = ()
-    targets: Matrix | None = None
-    drawn: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def check_prompt(request: SampleRequest) -> None:
@@ -68,8 +58,9 @@ def check_prompt(request: SampleRequest) -> None:
 
 async def score(
     engine: PromptScoringEngine, group: GroupRequest, request: SampleRequest
-) -> PromptScores:
-    """Return what ``request``, whose prompt is that of ``group``, asks of it. Raises CallRefused."""
+) -> SampleOutput:
+    """Return what ``request``, whose prompt is that of ``group``, asks of it, without sequences.
+    Raises CallRefused."""
     begin = len(request.prompt) - (request.score_last or len(request.prompt) - 1)
     reader = PromptReader(group, request)
     places = [int(place) for place in reader.target_places[:1]]
@@ -80,7 +71,7 @@ async def score(
         raise CallRefused.of(name, None, wrong, "leave it out")
     places += [begin] if request.prompt_logprobs or request.top_k_prompt else []
     if not places:
-        return PromptScores()
+        return SampleOutput(())
     if isinstance(engine, PromptReadingEngine):
         parts = await engine.read_prompt(group, min(places), reader.read)
         return reader.joined(list(itertools.chain.from_iterable(parts)), begin)
@@ -166,7 +157,7 @@ class PromptReader:
         sought = sought.minimum(total.nextafter(torch.zeros_like(total)))
         return torch.searchsorted(ends, sought, right=True).clamp_(max=logits.shape[1] - 1)
 
-    def joined(self, parts: Sequence[_Part], begin: int) -> PromptScores:
+    def joined(self, parts: Sequence[_Part], begin: int) -> SampleOutput:
         """Return the answers of ``parts``, which are consecutive and go to the prompt's end; logprobs
         and likeliest tokens from the place ``begin`` on."""
         request = self._request
@@ -188,11 +179,12 @@ class PromptReader:
             if part.drawn is not None:
                 drawn[0][place - 1 : end - 1], drawn[1][place - 1 : end - 1] = part.drawn
             place = end
-        return PromptScores(
+        return SampleOutput(
+            (),
             logprobs if request.prompt_logprobs else None,
             tuple(top) if request.top_k_prompt else (),
-            targets,
-            drawn if request.prompt_draws else None,
+            target_logprobs=targets,
+            drawn=drawn if request.prompt_draws else None,
         )
 
 

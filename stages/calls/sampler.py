@@ -139,14 +139,7 @@ class EngineSampler:
                 group = self._group(request, seed, adapters, engine.context)
                 scores = await score(engine, group, request)
                 sequences, cached = await _generate(engine, group, request.top_k_sampled)
-                return SampleOutput(
-                    sequences,
-                    scores.logprobs,
-                    scores.top,
-                    cached,
-                    scores.targets,
-                    scores.drawn,
-                )
+                return replace(scores, sequences=sequences, cached_tokens=cached)
         except RequestRefused as error:
             raise CallRefused(*map(_as_sent, error.problems)) from error
         except EngineFailed as error:

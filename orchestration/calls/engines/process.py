@@ -125,7 +125,10 @@ class _Engine:
             model.close()
             raise
         self._models[head["model"]] = model
-        return {"step": model.step, "bytes": COPIES * sum(map(_nbytes, weights.values()))}, b""
+        return {
+            "step": model.step,
+            "bytes": COPIES * sum(each.nbytes for each in weights.values()),
+        }, b""
 
     def do_run(self, head: dict[str, Any], blob: bytes) -> Message:
         model = self._model(head)
@@ -216,10 +219,6 @@ def _kind_of(error: Exception) -> str:
         case FloatingPointError():
             return "not finite"
     return FAILED
-
-
-def _nbytes(tensor: Any) -> int:
-    return int(tensor.nbytes)
 
 
 def _may_pass(error: Exception) -> bool:

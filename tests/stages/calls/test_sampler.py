@@ -398,8 +398,8 @@ async def test_an_engine_without_logits_scores_prompts_and_refuses_the_rest() ->
             request = ask(prompt_logprobs=True, top_k_prompt=2, score_last=last)
             scores = await score(WithoutLogits(core), group, request)
             same = await score(core, group, request)
-            assert np.array_equal(scores.logprobs, same.logprobs, equal_nan=True)  # type: ignore[arg-type]
-            assert scores.top == same.top
+            assert np.array_equal(scores.prompt_logprobs, same.prompt_logprobs, equal_nan=True)  # type: ignore[arg-type]
+            assert scores.prompt_top == same.prompt_top
         for asked, message in (
             (ask(prompt_draws=1), "prompt_alt_tokens_k: needs the logits"),
             (ask(targets=Matrix((5, 1), np.arange(5))), "target_prompt_logprobs: needs the logits"),
