@@ -1,6 +1,6 @@
 """``asyncdock view``: the dashboard on runs of this machine.
 
-FOLDER… ─▶ api.cli.folder.serving ─▶ a link for the browser        Ctrl-C closes it; the runs go on
+FOLDER… ─▶ api.client.folder ─▶ a link for the browser        Ctrl-C closes it; the runs go on
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import typer
 
 from api.cli.common.output import refuse
 from api.cli.folder.foreign import run_folder
-from api.cli.folder.serving import TEMPORARY, serve_folders
 from api.cli.service.link import print_login_link
 from api.cli.service.serve import parse_address, stopped_by_signals
+from api.client.folder import TEMPORARY, serve_folders
 
 
 def view_command(

@@ -1,4 +1,4 @@
-"""Python clients of a service: ``from api.client import Client, SyncClient, ExternalStage``.
+"""Python clients: ``from api.client import Client, SyncClient, ExternalStage, open_run, start``.
 
 The names are imported when they are first used: commands that need only the stored tokens stay
 quick, and only ExternalStage imports torch.
@@ -20,12 +20,18 @@ if TYPE_CHECKING:
     from api.client.errors import WrongInput as WrongInput
     from api.client.errors import WrongState as WrongState
     from api.client.external_stage import ExternalStage as ExternalStage
+    from api.client.run import Run as Run
+    from api.client.run import open_run as open_run
+    from api.client.run import start as start
 
 _CLIENTS = {
     "Client": "client",
     "SyncClient": "client",
     "RunEvent": "client",
     "ExternalStage": "external_stage",
+    "Run": "run",
+    "open_run": "run",
+    "start": "run",
 }
 
 

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import threading
 import time
 import uuid
 import weakref
@@ -64,6 +65,7 @@ PageT = TypeVar("PageT", RunPage, SamplePage)
 P = ParamSpec("P")
 
 HEALTHY = 10.0  # seconds that a stream must last for its loss to count as a first failure
+CANCEL_SECONDS = 5.0  # in which a call that is interrupted ends
 PAGE = 100  # entries per request where a method reads pages
 
 
@@ -438,10 +440,13 @@ class SyncClient:
         patience: float = 60.0,
         on_retry: OnRetry | None = None,
     ) -> None:
-        self._client = Client(server, token, timeout=timeout, patience=patience, on_retry=on_retry)
+        self._open(Client(server, token, timeout=timeout, patience=patience, on_retry=on_retry))
+
+    def _open(self, opening: contextlib.AbstractAsyncContextManager[Client]) -> None:
+        """Begin the thread, and use the client that ``opening`` gives in it."""
         with contextlib.ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal(name="asyncdock-client"))
-            stack.callback(self._portal.call, self._client.close)
+            self._client = stack.enter_context(self._portal.wrap_async_context_manager(opening))
             # A client that is not closed is closed with its last reference, or before the
             # interpreter ends.
             self._close = weakref.finalize(self, stack.pop_all().close)
@@ -490,9 +495,18 @@ class SyncClient:
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
         if not self._close.alive:
             raise RuntimeError("this client is closed; make a new one")
-        future = self._portal.start_task_soon(work)
+        ended = threading.Event()
+
+        async def working() -> T:
+            try:
+                return await work()
+            finally:
+                ended.set()
+
+        future = self._portal.start_task_soon(working)
         try:
             return future.result()
         except BaseException:  # such as Ctrl-C: the call must not continue unseen
             future.cancel()
+            ended.wait(CANCEL_SECONDS)
             raise

@@ -199,7 +199,8 @@ async def serve(
                     _warn(settings)
                     if settings.runs_of == "service":
                         app[SERVICE].checks.prepare()
-                    reduce_collections()
+                    if settings.runs_of != "folders":  # a view may be a part of another program
+                        reduce_collections()
                     ready(
                         url,
                         app[SERVICE].logins.link(own_token, os.geteuid()) if own_token else "",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -93,8 +94,11 @@ def _client(
 ) -> AbstractAsyncContextManager[Client]:
     """Return a client of ``server``, or of one that shows the run in the folder ``run``."""
     if run and is_run_folder(run):
-        from api.cli.folder.serving import client_of_folder
+        import structlog
 
+        from api.client.folder import client_of_folder
+
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
         return client_of_folder(run, **options)
     from api.client import Client
 

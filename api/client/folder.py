@@ -1,23 +1,27 @@
-"""A server of this process that shows runs in folders, and a client of it for one command.
+"""A server of this process that shows runs in folders, and clients of it for one run.
 
 FOLDER… ─▶ FolderRuns ─▶ the server of `asyncdock serve`, which changes none
-RUN_DIR ─▶ the same, for as long as one command asks it
+RUN_DIR ─▶ the same, for as long as its client is open;
+           stop, pause, … ─▶ the index of the command that executes the run
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import functools
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import structlog
+from api.client.client import Client, M, SyncClient
+from api.client.errors import WrongState
+from orchestration.state import registry
+from orchestration.state.lifecycle import ask_in_folder
+from orchestration.state.registry import Ask, ask_active
 
-from api.client.client import Client
-
+ASKED = ("pause", "resume", "stop", "checkpoint")
 TEMPORARY = "asyncdock-view-"
 INDEX_SECONDS = 10.0  # for which a request waits for the index of a run
 
@@ -62,6 +66,7 @@ class FolderClient(Client):
     def __init__(self, folder: str, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._folder = folder
+        self._path = Path(folder).resolve()
         self._id = ""
 
     async def __aenter__(self) -> FolderClient:
@@ -73,20 +78,34 @@ class FolderClient(Client):
     def _run(self, run: str, subject: str = "") -> str:
         return super()._run(self._id if run == self._folder else run, subject)
 
+    async def _post(
+        self, model: type[M], path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> M:
+        """Post ``body``; ask the command that executes the run for what the server may not
+        change."""
+        asked = path.removeprefix(self._run(self._folder) + "/")
+        if asked not in ASKED or body is not None:
+            return await super()._post(model, path, body, headers)
+        ask = functools.partial(ask_active, what=cast(Ask, asked))
+        try:
+            await ask_in_folder(self._path, ask)
+        except (LookupError, registry.WrongState) as error:
+            raise WrongState(409, "The run cannot do this now.", str(error)) from None
+        return await self._get(model, self._run(self._folder))
+
 
 @contextlib.asynccontextmanager
 async def client_of_folder(folder: str, **options: Any) -> AsyncIterator[FolderClient]:
     """Yield a client that reads the run in ``folder``, live or ended. Raises ServeError."""
     from orchestration.service.own_services import read_authorization
 
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     stop = asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def ready(at: str, _: str) -> None:
         url.set_result(at)
 
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as data:
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True) as data:
         showing = serve_folders([Path(folder)], Path(data), stop, ready, {"port": 0})
         serving = asyncio.create_task(showing)
         try:
@@ -100,3 +119,14 @@ async def client_of_folder(folder: str, **options: Any) -> AsyncIterator[FolderC
         finally:
             stop.set()
             await asyncio.wait([serving])
+            # Where the interpreter ends, no thread can be started any more to stop the index in,
+            # which ends with this process.
+            with contextlib.suppress(RuntimeError):
+                serving.result()
+
+
+class SyncFolderClient(SyncClient):
+    """:class:`SyncClient` of the run in ``folder``, live or ended. Raises ServeError."""
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        self._open(client_of_folder(folder, **options))
