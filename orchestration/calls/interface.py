@@ -52,6 +52,9 @@ class CallOptions:
     """Of one call."""
     owner_sessions: int = 256
     """Of an owner, not finished and not silent."""
+    finished_sessions: int = 256
+    """Of an owner; beyond, the oldest are removed with all that is known of their models, once no
+    answer of them is kept. Checkpoints stay."""
     owner_models: int = 256
     """Of an owner, in sessions that are not finished."""
     loaded_models: int = 16

@@ -285,6 +285,15 @@ class Requests:
         self._account.total += request.request_id not in self._by_id
         self._by_id[request.request_id] = request
 
+    def forget_all(self, options: CallOptions) -> bool:
+        """Forget all of them if no answer needs to be kept any more. Returns whether it is so."""
+        forgettable = self.forgettable(options)
+        if len(forgettable) < len(self._by_id):
+            return False
+        for request in forgettable:
+            self.forget(request)
+        return True
+
     def forget(self, request: Request) -> None:
         del self._by_id[request.request_id]
         self._account.total -= 1

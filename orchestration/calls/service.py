@@ -499,7 +499,8 @@ class Service(CheckpointCalls):
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(min(SWEEP_SECONDS, self._options.silent_seconds))
-            for sweep in (*(each.sweep for each in self._sessions), self._checkpoints.sweep):
+            sweeps = (each.sweep for each in self._sessions)
+            for sweep in (*sweeps, self._sessions.sweep, self._checkpoints.sweep):
                 try:
                     await sweep()
                 except Exception:

@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -197,6 +198,19 @@ class Sessions:
         model = TrainedModel(folder, history, surroundings)
         session.models[int(folder.name.rpartition(".")[2])] = model
         return model
+
+    async def sweep(self) -> None:
+        """Remove the finished sessions that are too many."""
+        finished = defaultdict[str, list[Session]](list)
+        for session in sorted(self, key=lambda each: each.facts.time):
+            if session.finished:
+                finished[session.owner].append(session)
+        for of_owner in finished.values():
+            for session in of_owner[: -self._options.finished_sessions]:
+                if session.forget_all():
+                    del self._by_id[session.facts.session_id]
+                    await session.close()
+                    await asyncio.to_thread(shutil.rmtree, session.folder)
 
     def _versions(self, owner: str, sequence_id: str) -> tuple[str, Versions] | None:
         session = self._by_id.get(sequence_id.partition(":")[0])

@@ -682,6 +682,31 @@ async def test_a_finished_session_takes_no_calls_and_its_checkpoints_stay(tmp_pa
         assert (await client.done(saved))["path"] == path
 
 
+async def test_of_finished_sessions_the_newest_are_kept(tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"silent_seconds": 0.1, "answer_seconds": 0.0}
+    async with small_service(tmp_path, finished_sessions=1, **limits) as service:
+        clients = [await Client.create(service) for _ in range(3)]
+        for client in clients:
+            path = (await client.done(await client.save("a")))["path"]
+            await client.logprobs()
+        unread = await clients[0].train(datum(1))
+        for client in clients:
+            await service.finish_session("ann", client.session_id, "success")
+        kept = [clients[0].session_id, clients[2].session_id]
+        async with asyncio.timeout(SECONDS):
+            while await service.sessions("ann") != kept:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert sorted(os.listdir(tmp_path / "sessions")) == sorted(kept)
+        await clients[0].done(unread)
+        async with asyncio.timeout(SECONDS):
+            while await service.sessions("ann") != kept[1:]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert (await service.checkpoint("ann", path)).name == "a"
+        assert len(await service.checkpoints("ann")) == 3
+    async with small_service(tmp_path) as service:
+        assert await service.sessions("ann") == kept[1:]
+
+
 async def test_a_flood_of_an_owner_delays_each_call_of_another_by_one_call_at_most(
     tmp_path: Path,
 ) -> None:
