@@ -307,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="of each arm, beside the first two")
     parser.add_argument("--repeats", type=int, default=2, help="turns of the two arms")
     parser.add_argument("--calls", type=int, default=100, help="of which the times are taken")
-    parser.add_argument("--tenants", type=int, default=16)
+    parser.add_argument("--tenants", type=int, default=16, help="with 1 nobody floods")
     parser.add_argument("--flood", type=int, default=2, help="passes and samples of each model")
     parser.add_argument("--flood-alone", action="store_true", help="measure nothing else")
     parser.add_argument("--threads", type=int, default=2)
@@ -387,7 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{others} others flood": tenants[1:],
             }
             measured["flooded"] = {}
-            for name, keys_of_models in floods.items():
+            for name, keys_of_models in floods.items() if others else ():
                 ratios = [flooded(keys_of_models) for _ in range(options.repeats)]
                 measured["flooded"][name] = ratios
                 print(
