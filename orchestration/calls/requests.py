@@ -285,14 +285,13 @@ class Requests:
         self._account.total += request.request_id not in self._by_id
         self._by_id[request.request_id] = request
 
-    def forget_all(self, options: CallOptions) -> bool:
-        """Forget all of them if no answer needs to be kept any more. Returns whether it is so."""
-        forgettable = self.forgettable(options)
-        if len(forgettable) < len(self._by_id):
-            return False
-        for request in forgettable:
+    def may_go(self, options: CallOptions) -> bool:
+        """Return whether no answer of them needs to be kept."""
+        return len(self.forgettable(options)) == len(self._by_id)
+
+    def forget_all(self) -> None:
+        for request in list(self):
             self.forget(request)
-        return True
 
     def forget(self, request: Request) -> None:
         del self._by_id[request.request_id]

@@ -421,11 +421,6 @@ class Session:
             await self.unload()
             await asyncio.to_thread(shutil.rmtree, self.folder / "samplers", ignore_errors=True)
 
-    def forget_all(self) -> bool:
-        """Forget all requests if no answer needs to be kept any more. Returns whether it is so."""
-        histories = (model.history.requests for model in self.models.values())
-        return all(each.forget_all(self._options) for each in (self.requests, *histories))
-
     async def close(self) -> None:
         for task in self._serving:
             task.cancel()

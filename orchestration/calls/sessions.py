@@ -207,7 +207,11 @@ class Sessions:
                 finished[session.owner].append(session)
         for of_owner in finished.values():
             for session in of_owner[: -self._options.finished_sessions]:
-                if session.forget_all():
+                models = (model.history.requests for model in session.models.values())
+                histories = (session.requests, *models)
+                if all(requests.may_go(self._options) for requests in histories):
+                    for requests in histories:
+                        requests.forget_all()
                     del self._by_id[session.facts.session_id]
                     await session.close()
                     await asyncio.to_thread(shutil.rmtree, session.folder)
