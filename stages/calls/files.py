@@ -136,15 +136,6 @@ def _read(
     return state
 
 
-def stored_options(folder: Path) -> ModelOptions:
-    """Return the options of the model that :func:`save` has written as ``folder``. Raises
-    CallRefused."""
-    try:
-        return ModelOptions(**json.loads((folder / STATE).read_bytes())["options"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise _refused(folder, f"is no saved model ({error})", "load another checkpoint") from error
-
-
 def _weights(folder: Path, options: ModelOptions) -> dict[str, torch.Tensor]:
     """Return the weights in ``folder`` by name."""
     if (folder / TRAIN / WEIGHTS).is_file():
