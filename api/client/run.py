@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -181,7 +180,7 @@ def start(
     """Start a run of ``recipe``, a file, a name or tables, with ``overrides`` by dotted key.
 
     With ``server`` it is queued there. Else it is a process here, with its files in ``out``
-    (default: runs/NAME-TIME). Unless it ``outlives`` this process, the run stops with a checkpoint
+    (default: runs/TIME). Unless it ``outlives`` this process, the run stops with a checkpoint
     when this process, or the thread that called, ends (on Linux). Returns once the run has begun.
     Raises ValueError with what the command says when it ends before.
     """
@@ -193,9 +192,7 @@ def start(
     sets = [
         f"--set={key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()
     ]
-    name = recipe.get("name", "run") if isinstance(recipe, Mapping) else Path(recipe).stem
-    default = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    folder = Path(out or default).absolute()
+    folder = Path(out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if (folder / RECIPE).exists():
         raise ValueError(f"out: {folder} holds a run; give a new folder, or open_run this one")
     with tempfile.TemporaryDirectory() as scratch:
