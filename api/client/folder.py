@@ -23,7 +23,7 @@ from orchestration.state.registry import Ask, ask_active
 
 ASKED = ("pause", "resume", "stop", "checkpoint")
 TEMPORARY = "asyncdock-view-"
-INDEX_SECONDS = 10.0  # for which a request waits for the index of a run
+INDEX_SECONDS = 3.0  # for which a request waits for the index of a run, which ends with it
 
 
 async def serve_folders(

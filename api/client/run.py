@@ -114,9 +114,12 @@ class Run:
 
     def wait(self, timeout: float | None = None) -> Self:
         """Wait until the run ends. Raises TimeoutError after ``timeout`` seconds."""
+        if self.process is not None:
+            try:
+                self.process.wait(timeout)
+            except subprocess.TimeoutExpired as error:
+                raise TimeoutError(str(error)) from None
         self.client.wait_until_ended(self.id, timeout)
-        if self.process is not None:  # it writes its report
-            self.process.wait()
         return self
 
     def stop(self) -> Self:
