@@ -10,7 +10,6 @@ micro-batch takes of a column is gathered by one index of its tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -158,34 +157,6 @@ class TrainBatch:
         squares = self.total((weight * (finite - mean).square()).sum()).item()
         return count, mean, squares
 
-    def centred(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ``values`` [T] minus their mean over the trained tokens of the whole train
-        batch."""
-        return values - self._moments(values, self.is_trained.double())[1]
-
-    def cut_below(self, values: torch.Tensor, most: float) -> float:
-        """Return the largest number for which the mean of those ``values`` [T], not below 0, that
-        are not above it is at most ``most``, over the trained tokens of the whole train batch."""
-
-        def has_room(cut: float) -> bool:
-            is_in = self.is_trained & (values <= cut)
-            sums = torch.stack([is_in.sum().double(), values[is_in].double().sum()])
-            count, total = self.total(sums).tolist()
-            return bool(total <= most * count)
-
-        return _bisected(has_room)
-
-    def cut_above(self, values: torch.Tensor, share: float) -> float:
-        """Return the number above which is the ``share`` of ``values`` [T] of the trained tokens of
-        the whole train batch."""
-        tokens = self.total(self.is_trained.sum().double()).item()
-
-        def has_room(cut: float) -> bool:
-            above = (self.is_trained & (values > cut)).sum().double()
-            return bool(self.total(above).item() >= max(1.0, share * tokens))
-
-        return _bisected(has_room)
-
     def tokens(
         self,
         numbers: Sequence[int],
@@ -238,20 +209,6 @@ class TrainBatch:
             if is_branched
             else None,
         )
-
-
-def _bisected(has_room: Callable[[float], bool]) -> float:
-    """Return the largest number that ``has_room``, where all smaller ones have it too, to a
-    billionth of itself. Ranks that call it side by side make the same calls."""
-
-    def number(place: float) -> float:
-        return math.copysign(math.expm1(abs(place)), place)  # as exact near 0 as far from it
-
-    low, high = -40.0, 40.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if has_room(number(middle)) else (low, middle)
-    return number(low)
 
 
 def _sequences(responses: Packed, branches: Packed) -> torch.Tensor:

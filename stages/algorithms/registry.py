@@ -21,7 +21,7 @@ _GRADIENT = "stages.algorithms.policy_gradient"
 _SUPERVISED = "stages.algorithms.supervised"
 # name → its class, which is imported when a recipe names it
 ALGORITHMS = {
-    "aipo": f"{_GRADIENT}.grpo:AIPO",
+    "aipo": f"{_GRADIENT}.gated:AIPO",
     "best_of_n": f"{_SUPERVISED}.sft:BestOfN",
     "cispo": f"{_GRADIENT}.grpo:CISPO",
     "clip_cov": f"{_GRADIENT}.selected:ClipCov",
@@ -29,7 +29,7 @@ ALGORITHMS = {
     "distillation": f"{_GRADIENT}.distillation:Distillation",
     "dpo": f"{_SUPERVISED}.dpo:DPO",
     "dr_grpo": f"{_GRADIENT}.grpo:DrGRPO",
-    "gdpo": f"{_GRADIENT}.grpo:GDPO",
+    "gdpo": f"{_GRADIENT}.gated:GDPO",
     "grpo": f"{_GRADIENT}.grpo:GRPO",
     "gspo": f"{_GRADIENT}.grpo:GSPO",
     "kl_cov": f"{_GRADIENT}.selected:KLCov",
@@ -40,7 +40,7 @@ ALGORITHMS = {
     "ppo": f"{_GRADIENT}.ppo:PPO",
     "reinforce_pp": f"{_GRADIENT}.reinforce_pp:ReinforcePlusPlus",
     "rloo": f"{_GRADIENT}.grpo:RLOO",
-    "sapo": f"{_GRADIENT}.grpo:SAPO",
+    "sapo": f"{_GRADIENT}.gated:SAPO",
     "sft": f"{_SUPERVISED}.sft:SFT",
     "simpo": f"{_SUPERVISED}.simpo:SimPO",
 }

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from stages.algorithms import Algorithm, Drop, TokenBatch, build_algorithm
 from stages.algorithms.policy_gradient.base import PROXIMAL, PolicyGradient
-from stages.algorithms.policy_gradient.grpo import SAPO
+from stages.algorithms.policy_gradient.gated import SAPO
 from stages.algorithms.policy_gradient.selected import KLCov
 from stages.algorithms.registry import built_in
 from stages.algorithms.token_batch import MOST_LOG_RATIO
