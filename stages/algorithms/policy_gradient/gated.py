@@ -1,27 +1,73 @@
-"""What differs from GRPO by its gate of the ratio, or by how several rewards become one.
+"""What differs from GRPO by the ratio of a token, or by what bounds it.
 
+gspo        the ratio, and its clip, of whole responses (2507.18071)
+cispo       clipped importance weights in place of a clipped objective (MiniMax-M1, 2506.13585)
 aipo        the same with a lower cut and no other correction (LlamaRL, 2505.24034, Eq. 4)
 sapo        a smooth gate of the ratio in place of the clip (2511.20347, Eq. 5)
-gdpo        each reward function's scores normalised before they are added (2601.05242, Eq. 4 to 6)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from stages.algorithms.interface import FOLLOWS, with_defaults
-from stages.algorithms.policy_gradient.grpo import ADVANTAGE_EPS, CISPO, GRPO
+from stages.algorithms.interface import with_defaults
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.token_batch import TokenBatch
-from stages.flow.declarations import Columns, Drop
-from stages.rewards.scores import has_failed
 
 if TYPE_CHECKING:
     import torch
 
-    from stages.algorithms.batch import TrainBatch
+
+@with_defaults(
+    correction="none",
+    ratio_level="geometric",
+    loss_normalization="sequence",
+    clip_low=3e-4,
+    clip_high=4e-4,
+)
+class GSPO(GRPO):
+    """GRPO with one importance ratio for each response, the geometric mean of its tokens' (Eq. 7).
+
+    It is less noisy for a mixture of experts, whose routing differs between engines. The clip range
+    is the paper's, far smaller than for tokens.
+    """
+
+    name: ClassVar[str] = "gspo"
+    citation: ClassVar[str] = """
+    @misc{zheng2025group,
+      title = {Group Sequence Policy Optimization},
+      author = {Zheng, Chujie and Liu, Shixuan and Li, Mingze and Chen, Xiong-Hui and others},
+      year = {2025},
+      eprint = {2507.18071},
+      archivePrefix = {arXiv},
+    }
+    """
+
+
+@with_defaults(correction="none", clip_high=4.0)
+class CISPO(GRPO):
+    """REINFORCE with the ratio, cut at ``1 + clip_high`` and without a gradient, as its weight (Eq.
+    4 and 5). PPO's clip takes rare tokens, on which a response often turns, out of the gradient;
+    here each token stays in it. ``clip_low`` and ``max_ratio`` have no effect."""
+
+    name: ClassVar[str] = "cispo"
+    citation: ClassVar[str] = """
+    @misc{minimax2025m1,
+      title = {{MiniMax-M1}: Scaling Test-Time Compute Efficiently with Lightning Attention},
+      author = {{MiniMax}},
+      year = {2025},
+      eprint = {2506.13585},
+      archivePrefix = {arXiv},
+    }
+    """
+
+    def surrogate(
+        self, ratio: torch.Tensor, tokens: TokenBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        most = 1 + self.clip_high
+        return ratio.clamp(max=most).detach() * tokens["advantage"] * tokens.logprobs, ratio > most
 
 
 @with_defaults(clip_high=1.0)
@@ -31,6 +77,16 @@ class AIPO(CISPO):
     staleness."""
 
     name: ClassVar[str] = "aipo"
+    citation: ClassVar[str] = """
+    @misc{wu2025llamarl,
+      title = {{LlamaRL}: A Distributed Asynchronous Reinforcement Learning Framework
+        for Efficient Large-scale {LLM} Training},
+      author = {Wu, Bo and Wang, Sid and Tang, Yunhao and Ding, Jia and others},
+      year = {2025},
+      eprint = {2505.24034},
+      archivePrefix = {arXiv},
+    }
+    """
 
 
 @with_defaults(correction="none", loss_normalization="sequence")
@@ -42,6 +98,15 @@ class SAPO(GRPO):
     """
 
     name: ClassVar[str] = "sapo"
+    citation: ClassVar[str] = """
+    @misc{gao2025soft,
+      title = {Soft Adaptive Policy Optimization},
+      author = {Gao, Chang and Zheng, Chujie and Chen, Xiong-Hui and others},
+      year = {2025},
+      eprint = {2511.20347},
+      archivePrefix = {arXiv},
+    }
+    """
 
     gate_positive: float = Field(
         default=1.0, gt=0, description="τ of tokens with a positive advantage."
@@ -62,47 +127,3 @@ class SAPO(GRPO):
         steepness[is_positive] = self.gate_positive
         gate = (steepness * (ratio - 1)).sigmoid() * 4 / steepness
         return gate * advantage, advantage != advantage
-
-
-class GDPO(GRPO):
-    """GRPO for several reward functions, whose scores are normalised before they are added: no
-    function is drowned by one whose scores are larger, and groups that differ in one function stay
-    apart from those that differ in all."""
-
-    name: ClassVar[str] = "gdpo"
-
-    reward_weights: tuple[float, ...] | None = Field(
-        default=None,
-        description="Of the reward functions, in their order. Default: those of "
-        "`reward.functions`.",
-        json_schema_extra={FOLLOWS: "reward.weights"},
-    )
-
-    @property
-    def credit_reads(self) -> Columns:
-        return {"scores": f"float32 [{len(self.reward_weights or (1.0,))}]", **self.reads_kl}
-
-    def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """Return the sum over functions of weight × ``(s - mean) / (std + 1e-4)`` of the group's
-        ``scores`` [N, K]. A function that does not apply to a response, or has failed on it, adds
-        nothing there."""
-        scores = group["scores"].float()
-        counts = ~(scores.isnan() | has_failed(scores))
-        total = scores.new_zeros(len(scores))
-        differs = False
-        for weight, column, counted in zip(
-            self.reward_weights or (1.0,), scores.T, counts.T, strict=True
-        ):
-            compared = column[counted]
-            if weight and len(compared) > 1 and bool((compared != compared[0]).any()):
-                differs = True
-                total[counted] += weight * self.advantage(compared)
-        if self.drop_equal and not differs:
-            return Drop("equal rewards", instead={"advantage": total})
-        return {"advantage": total - self.penalties(group)}
-
-    def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
-        """Normalise the sums over the train batch, whose scale would grow with the number of
-        functions (Eq. 6)."""
-        mean, deviation = batch.moments(batch["advantage"])
-        return {"advantage": (batch["advantage"] - mean) / (deviation + ADVANTAGE_EPS)}

@@ -71,6 +71,16 @@ class M2PO(Selecting):
     """
 
     name: ClassVar[str] = "m2po"
+    citation: ClassVar[str] = """
+    @misc{zheng2025prosperity,
+      title = {Prosperity before Collapse: How Far Can Off-Policy {RL} Reach with Stale Data
+        on {LLMs}?},
+      author = {Zheng, Haizhong and Zhao, Jiawei and Chen, Beidi},
+      year = {2025},
+      eprint = {2510.01161},
+      archivePrefix = {arXiv},
+    }
+    """
 
     second_moment: float = Field(default=0.04, gt=0, description="The bound.")
 
@@ -92,6 +102,15 @@ class ClipCov(Selecting):
     it fall, and a few of them are not learned from."""
 
     name: ClassVar[str] = "clip_cov"
+    citation: ClassVar[str] = """
+    @misc{cui2025entropy,
+      title = {The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models},
+      author = {Cui, Ganqu and Zhang, Yuchen and Chen, Jiacheng and others},
+      year = {2025},
+      eprint = {2505.22617},
+      archivePrefix = {arXiv},
+    }
+    """
 
     cov_share: float = Field(
         default=2e-4, gt=0, lt=1, description="Share of all tokens that are not learned from."
@@ -126,6 +145,7 @@ class KLCov(Selecting):
     """As :class:`ClipCov`, with a penalty in place of no gradient; nothing is clipped."""
 
     name: ClassVar[str] = "kl_cov"
+    citation: ClassVar[str] = ClipCov.citation
 
     cov_share: float = Field(
         default=2e-4,

@@ -29,6 +29,16 @@ class KTO(Algorithm):
     """
 
     name: ClassVar[str] = "kto"
+    citation: ClassVar[str] = """
+    @misc{ethayarajh2024kto,
+      title = {{KTO}: Model Alignment as Prospect Theoretic Optimization},
+      author = {Ethayarajh, Kawin and Xu, Winnie and Muennighoff, Niklas and Jurafsky, Dan and
+        Kiela, Douwe},
+      year = {2024},
+      eprint = {2402.01306},
+      archivePrefix = {arXiv},
+    }
+    """
     scores: ClassVar[Mapping[str, RunsOn]] = {"ref_logprobs": "frozen model", NOW: "policy"}
     credit_makes: ClassVar[Columns] = {"preference": "float32 finite"}
     prepare_makes: ClassVar[Columns] = {"centre": "float32 ragged"}

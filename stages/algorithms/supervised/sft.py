@@ -1,5 +1,5 @@
 """Supervised fine-tuning: the cross-entropy of given responses, or of the best of those that the
-policy has generated."""
+policy has generated (arXiv 2304.06767)."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ class BestOfN(SFT):
     """
 
     name: ClassVar[str] = "best_of_n"
+    citation: ClassVar[str] = """
+    @misc{dong2023raft,
+      title = {{RAFT}: Reward {rAnked} {FineTuning} for Generative Foundation Model Alignment},
+      author = {Dong, Hanze and Xiong, Wei and others},
+      year = {2023},
+      eprint = {2304.06767},
+      archivePrefix = {arXiv},
+    }
+    """
     credit_makes: ClassVar[Columns] = {ROW_MASK: OPTIONAL[ROW_MASK]}
 
     best: int | None = Field(

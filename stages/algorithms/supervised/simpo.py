@@ -47,6 +47,15 @@ class SimPO(ReferenceFree):
     ``margin`` (Eq. 6)."""
 
     name: ClassVar[str] = "simpo"
+    citation: ClassVar[str] = """
+    @misc{meng2024simpo,
+      title = {{SimPO}: Simple Preference Optimization with a Reference-Free Reward},
+      author = {Meng, Yu and Xia, Mengzhou and Chen, Danqi},
+      year = {2024},
+      eprint = {2405.14734},
+      archivePrefix = {arXiv},
+    }
+    """
 
     def pair_losses(
         self, chosen: torch.Tensor, rejected: torch.Tensor
@@ -62,6 +71,15 @@ class ORPO(ReferenceFree):
     one (Eq. 6); ``beta`` weighs the penalty (the paper's λ)."""
 
     name: ClassVar[str] = "orpo"
+    citation: ClassVar[str] = """
+    @misc{hong2024orpo,
+      title = {{ORPO}: Monolithic Preference Optimization without Reference Model},
+      author = {Hong, Jiwoo and Lee, Noah and Thorne, James},
+      year = {2024},
+      eprint = {2403.07691},
+      archivePrefix = {arXiv},
+    }
+    """
 
     def pair_losses(
         self, chosen: torch.Tensor, rejected: torch.Tensor

@@ -24,7 +24,7 @@ from pipeline.warehouse.dock import Dock
 from pipeline.worker.outputs import Trained
 from stages.algorithms.batch import TrainBatch, trained_columns
 from stages.algorithms.named import NamedAlgorithm
-from stages.algorithms.policy_gradient.grpo import DAPO
+from stages.algorithms.policy_gradient.dapo import DAPO
 from stages.algorithms.token_batch import AGES
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
