@@ -338,7 +338,7 @@ def _address(name: str, index: str, run: str) -> tuple[str, str] | None:
     folder = Path(name)
     if folder.is_dir() and not is_run_folder(name):
         refuse(f"run: {folder} is not the folder of a run; or give --index and --run")
-    from orchestration.service.folder_runs import live_index
+    from orchestration.state.live import live_index
 
     address = live_index(folder)
     return None if address is None else (address["index"], address["run"])

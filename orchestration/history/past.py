@@ -88,14 +88,23 @@ class Series:
             )
 
 
-def past_of(path: Path, begin: float, end: float, every: float, wanted: Wanted) -> Series:
-    """Return the numbers that are ``wanted`` of the events from ``begin`` to ``end`` in ``path``, a
-    ``metrics.jsonl``, and its closed parts. Raises TooMany."""
-    past = Series(every, wanted)
+def past_of(
+    path: Path,
+    begin: float,
+    end: float,
+    every: float,
+    wanted: Wanted,
+    *,
+    kinds: Collection[str] = KINDS,
+    most: int = MOST_POINTS,
+) -> Series:
+    """Return the numbers that are ``wanted`` of the events of ``kinds`` from ``begin`` to ``end`` in
+    ``path``, a ``metrics.jsonl``, and its closed parts. Raises TooMany past ``most`` points."""
+    past = Series(every, lambda kind, *names: kind in kinds and wanted(kind, *names), most)
     if closed(path):
         with Catalog(path) as catalog:
             _of_parts(catalog, past, begin, end)
-    for event in _open_events(path, past):
+    for event in _open_events(path, past, kinds):
         if begin <= event.time <= end:
             past.add(event)
     past.settle()
@@ -104,11 +113,11 @@ def past_of(path: Path, begin: float, end: float, every: float, wanted: Wanted) 
     return past
 
 
-def _open_events(path: Path, past: Series) -> Iterator[Event]:
-    """Yield the events of the open part that belong to series."""
+def _open_events(path: Path, past: Series, kinds: Collection[str]) -> Iterator[Event]:
+    """Yield the events of the open part that belong to series of ``kinds``."""
     for line in lines_of_open(path):
         kind = KIND_OF_LINE.search(line, 0, 120)
-        if kind is None or kind[1].decode() not in KINDS:
+        if kind is None or kind[1].decode() not in kinds:
             past.last = max(past.last, id_of(line), key=order)
         elif (event := event_of(line)) is not None:
             past.last = max(past.last, event.id, key=order)

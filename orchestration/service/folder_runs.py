@@ -21,8 +21,8 @@ from orchestration.checkpoints.recorded import SUMMARY
 from orchestration.history.events_file import METRICS, newest_event
 from orchestration.recipe.loading.paths import name_of
 from orchestration.run.folder import BEGUN_IN
-from orchestration.state.lock import RunLocked, lock_run
-from orchestration.state.paths import INDEX, RECIPE, WHERE
+from orchestration.state.live import live_index
+from orchestration.state.paths import INDEX, RECIPE
 from orchestration.state.registry import Ask, Page, ReadOnly, Registry, RunRecord, UnknownRun
 from pipeline.data.events import ENDED, StepEvent
 from pipeline.index.calls import key_prefix
@@ -189,18 +189,6 @@ def runs_in(folder: Path) -> Iterator[Path]:
     for pattern in (f"*/{RECIPE}", f"*/*/{RECIPE}"):
         for recipe in sorted(folder.glob(pattern)):
             yield recipe.parent.resolve()
-
-
-def live_index(folder: Path) -> dict[str, str] | None:
-    """Return the index and the id of the run whose command goes on in ``folder``; else None."""
-    try:
-        where: dict[str, str] = json.loads((folder / WHERE).read_text())
-        lock_run(folder).close()
-    except RunLocked:
-        return where
-    except (OSError, ValueError):
-        return None
-    return None
 
 
 def _begun(run: str, folder: Path) -> RunRecord:
