@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from orchestration.comparison.curves import By, Curve, Estimate, band, curve, estimate
-from orchestration.comparison.results import HELD_OUT, RunResult
+from orchestration.comparison.keys import HELD_OUT
+from orchestration.comparison.results import RunResult
 
 REWARD = "reward_mean"
 HELD_OUT_REWARD = f"{HELD_OUT}reward_mean"
@@ -67,12 +68,13 @@ class Comparison:
     def keys(self) -> list[str]:
         """The dotted keys of the recipe by which the settings differ."""
         every_key = dict.fromkeys(key for run in self.runs for key in run.recipe)
+        first = self.runs[0].recipe if self.runs else {}
         return [
             key
             for key in every_key
             if key != SEED
             and not APART.fullmatch(key)
-            and len({_value(run.recipe.get(key, ABSENT)) for run in self.runs}) > 1
+            and any(run.recipe.get(key, ABSENT) != first.get(key, ABSENT) for run in self.runs)
         ]
 
     @cached_property
@@ -88,6 +90,12 @@ class Comparison:
             values = tuple(_value(run.recipe.get(key, ABSENT)) for key in self.keys)
             places.setdefault(values, []).append(at)
         return [self._setting(runs) for runs in places.values()]
+
+    @cached_property
+    def places(self) -> list[int]:
+        """The setting of each run, as its place among the settings."""
+        by_run = {at: place for place, each in enumerate(self.settings) for at in each.runs}
+        return [by_run[at] for at in range(len(self.runs))]
 
     def _setting(self, places: Sequence[int]) -> Setting:
         runs = [self.runs[at] for at in places]

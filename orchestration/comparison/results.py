@@ -8,28 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic_core import from_json
 
 from orchestration.checkpoints.recorded import SUMMARY
+from orchestration.comparison.keys import HELD_OUT, flattened
 from orchestration.history.columns import Points, concatenated
-from orchestration.history.events_file import METRICS, newest_event
-from orchestration.history.past import past_of
+from orchestration.history.events_file import METRICS, newest_events
+from orchestration.history.facts import KIND_OF_LINE
+from orchestration.history.lines import finite_numbers
+from orchestration.history.past import closed_past
+from orchestration.history.segments import lines_of_open
 from orchestration.recipe.loading.paths import name_of
-from orchestration.recipe.schema import Recipe
 from orchestration.state.labels import Labels, read_labels
 from orchestration.state.live import live_index
 from orchestration.state.paths import RECIPE
 from pipeline.data.events import ENDED
 
 Floats = NDArray[np.float64]
-HELD_OUT = "evaluation."  # before the name of a metric of evaluations
 MOST_STEPS = 10_000_000
+KINDS = ("step", "evaluation")
 AXES = ("version", "tokens_trained", "seconds")  # what every curve needs
 
 
@@ -91,16 +95,7 @@ def read_run(folder: Path, metrics: Collection[str] | None = None) -> RunResult:
     where there is no run's folder.
     """
     tables = json.loads((folder / RECIPE).read_bytes())
-    path = folder / METRICS
-
-    def wanted(kind: str, _: str, number: str) -> bool:
-        if metrics is None or number in AXES:
-            return True
-        return (f"{HELD_OUT}{number}" if kind == "evaluation" else number) in metrics
-
-    past = past_of(
-        path, 0.0, float("inf"), 0.0, wanted, kinds=("step", "evaluation"), most=MOST_STEPS
-    )
+    columns = _columns(folder / METRICS, metrics)
     summary: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         summary = json.loads((folder / SUMMARY).read_bytes())
@@ -110,43 +105,65 @@ def read_run(folder: Path, metrics: Collection[str] | None = None) -> RunResult:
         state=_state(folder),
         folder=str(folder),
         recipe=flattened(tables),
-        steps=_columns(past.pieces.get("step", ())),
-        evaluations=_columns(past.pieces.get("evaluation", ())),
+        steps=columns["step"],
+        evaluations=columns["evaluation"],
         summary=summary,
         labels=read_labels(folder),
     )
 
 
-def flattened(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded recipe by dotted keys, with the defaults that it lacks.
+def _columns(path: Path, metrics: Collection[str] | None) -> dict[str, dict[str, Floats]]:
+    """Return the columns of steps and of evaluations in ``path`` and its closed parts."""
+    rows: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in KINDS}
+    for line in lines_of_open(path):
+        match = KIND_OF_LINE.search(line, 0, 120)
+        kind = match[1].decode() if match else ""
+        if kind in KINDS:
+            with contextlib.suppress(ValueError, KeyError):  # torn
+                rows[kind].append(from_json(line)["data"])
+    chosen = {kind: _chosen(kind, metrics) for kind in KINDS}
 
-    >>> flattened({"unknown": {"a": 1, "b": [{"c": [2]}]}})
-    {'unknown.a': 1, 'unknown.b.0.c': [2]}
-    """
-    with contextlib.suppress(ValueError):  # of a later version: as it was written
-        tables = Recipe.recorded(tables).model_dump(mode="json")
-    return dict(_leaves(tables, ""))
+    def wanted(kind: str, _: str, number: str) -> bool:
+        return kind in KINDS and (metrics is None or number in chosen[kind])
 
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    is_tables = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-    if isinstance(value, dict) or is_tables:
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(item, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value
+    past = closed_past(path, wanted, MOST_STEPS)
+    return {kind: _joined(past.get(kind, ()), rows[kind], chosen[kind]) for kind in KINDS}
 
 
-def _columns(pieces: Sequence[Points]) -> dict[str, Floats]:
-    """Return the columns of ``pieces``, each version once: as it was made last."""
-    if not pieces:
-        return {}
-    points = concatenated(pieces)
-    columns = {
-        name: np.where(points.counts[name] > 0, values, np.nan)
-        for name, values in points.values.items()
-    }
-    return in_order(columns)
+def _chosen(kind: str, metrics: Collection[str] | None) -> list[str]:
+    """Return the names of the numbers of ``kind`` among ``metrics``, with the axes; []: all."""
+    if metrics is None:
+        return []
+    prefix = HELD_OUT if kind == "evaluation" else ""
+    names = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
+    return [*dict.fromkeys((*AXES, *names))]
+
+
+def _joined(
+    pieces: Sequence[Points], rows: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Floats]:
+    """Return the columns of closed parts, then of the events ``rows``: ``names``, or all."""
+    if not names or any("/" in name for name in names):  # of functions
+        rows = [finite_numbers(row) for row in rows]
+    present = names or dict.fromkeys(name for row in rows for name in row)
+    columns = {name: np.array([_number(row.get(name)) for row in rows]) for name in present}
+    if pieces:
+        points = concatenated(pieces)
+        before = {
+            name: np.where(points.counts[name] > 0, values, np.nan)
+            for name, values in points.values.items()
+        }
+        lacking = np.full(len(points), np.nan), np.full(len(rows), np.nan)
+        columns = {
+            name: np.concatenate([before.get(name, lacking[0]), columns.get(name, lacking[1])])
+            for name in before.keys() | columns.keys()
+        }
+    known = {name: values for name, values in columns.items() if np.isfinite(values).any()}
+    return in_order(known)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else np.nan
 
 
 def in_order(columns: Mapping[str, Floats]) -> dict[str, Floats]:
@@ -160,7 +177,7 @@ def in_order(columns: Mapping[str, Floats]) -> dict[str, Floats]:
 
 
 def _state(folder: Path) -> str:
-    event = newest_event(folder / METRICS, "state")
+    event = newest_events(folder / METRICS, {"state"}).get("state")
     state = str(event.data.get("state", "")) if event else ""
     if live_index(folder) is not None:
         return (

@@ -15,7 +15,7 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -317,14 +317,33 @@ def newest_id(path: Path) -> str:
     return newest or "0"
 
 
-def newest_event(path: Path, kind: str) -> Event | None:
-    """Return the newest event of ``kind`` in the end of ``path``; None: there is none."""
+def newest_events(path: Path, kinds: Set[str]) -> dict[str, Event]:
+    """Return the newest event of each of ``kinds`` that the end of ``path`` has."""
+    newest = dict[str, Event]()
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        for line in reversed(file.readlines()):
-            if kind.encode() in line and (event := event_of(line)) and event.kind == kind:
-                return event
-    return None
+        size = file.seek(0, os.SEEK_END)
+        for tail in (TAIL_BYTES // 16, TAIL_BYTES):
+            missing = kinds - newest.keys()
+            if missing:
+                file.seek(max(0, size - tail))
+                newest |= dict(_newest_in(file.read(), missing))
+            if tail >= size:
+                break
+    return newest
+
+
+def _newest_in(lines: bytes, kinds: Collection[str]) -> Iterator[tuple[str, Event]]:
+    """Yield the last event of each of ``kinds`` that ``lines`` has, with its kind."""
+    for kind in kinds:
+        marks = [f'"kind":{blank}"{kind}"'.encode() for blank in ("", " ")]
+        end = len(lines)
+        while (at := max(lines.rfind(mark, 0, end) for mark in marks)) >= 0:
+            begin = lines.rfind(b"\n", 0, at) + 1
+            event = event_of(lines[begin : lines.find(b"\n", at) + 1])
+            if event is not None and event.kind == kind:
+                yield kind, event
+                break
+            end = at  # torn, or the text of a sample
 
 
 def newest_checkpoint(path: Path) -> int:

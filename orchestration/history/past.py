@@ -9,7 +9,8 @@ for, and one part.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from orchestration.history.catalog import Catalog, Part
@@ -88,23 +89,24 @@ class Series:
             )
 
 
-def past_of(
-    path: Path,
-    begin: float,
-    end: float,
-    every: float,
-    wanted: Wanted,
-    *,
-    kinds: Collection[str] = KINDS,
-    most: int = MOST_POINTS,
-) -> Series:
-    """Return the numbers that are ``wanted`` of the events of ``kinds`` from ``begin`` to ``end`` in
-    ``path``, a ``metrics.jsonl``, and its closed parts. Raises TooMany past ``most`` points."""
-    past = Series(every, lambda kind, *names: kind in kinds and wanted(kind, *names), most)
+def closed_past(path: Path, wanted: Wanted, most: int) -> Mapping[str, Sequence[Points]]:
+    """Return the numbers that are ``wanted`` of all events in the closed parts of ``path``, by
+    series. Raises TooMany past ``most`` points."""
+    past = Series(0.0, wanted, most)
+    if closed(path):
+        with Catalog(path) as catalog:
+            _of_parts(catalog, past, -math.inf, math.inf)
+    return past.pieces
+
+
+def past_of(path: Path, begin: float, end: float, every: float, wanted: Wanted) -> Series:
+    """Return the numbers that are ``wanted`` of the events from ``begin`` to ``end`` in ``path``, a
+    ``metrics.jsonl``, and its closed parts. Raises TooMany."""
+    past = Series(every, wanted)
     if closed(path):
         with Catalog(path) as catalog:
             _of_parts(catalog, past, begin, end)
-    for event in _open_events(path, past, kinds):
+    for event in _open_events(path, past):
         if begin <= event.time <= end:
             past.add(event)
     past.settle()
@@ -113,11 +115,11 @@ def past_of(
     return past
 
 
-def _open_events(path: Path, past: Series, kinds: Collection[str]) -> Iterator[Event]:
-    """Yield the events of the open part that belong to series of ``kinds``."""
+def _open_events(path: Path, past: Series) -> Iterator[Event]:
+    """Yield the events of the open part that belong to series."""
     for line in lines_of_open(path):
         kind = KIND_OF_LINE.search(line, 0, 120)
-        if kind is None or kind[1].decode() not in kinds:
+        if kind is None or kind[1].decode() not in KINDS:
             past.last = max(past.last, id_of(line), key=order)
         elif (event := event_of(line)) is not None:
             past.last = max(past.last, event.id, key=order)

@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import shutil
+import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from orchestration.checkpoints.recorded import SUMMARY
-from orchestration.history.events_file import METRICS, newest_event
-from orchestration.recipe.loading.paths import name_of
+from orchestration.history.events_file import METRICS, newest_events
 from orchestration.run.folder import BEGUN_IN
+from orchestration.service.run_folders import RunFolders, has_settled
+from orchestration.state.labels import Labels, read_labels
 from orchestration.state.live import live_index
 from orchestration.state.paths import INDEX, RECIPE
 from orchestration.state.registry import Ask, Page, ReadOnly, Registry, RunRecord, UnknownRun
@@ -29,6 +32,7 @@ from pipeline.index.calls import key_prefix
 from pipeline.index.client import Index, Link
 from pipeline.index.embedded import EmbeddedIndex
 
+LOOK_SECONDS = 1.0  # between two looks at the folders
 MOST_OPEN = 8  # indexes of runs that have ended
 BROKEN_OFF = "its command has ended before the run; `asyncdock resume {}` goes on with it"
 
@@ -49,17 +53,18 @@ class _Opened:
 
 
 class FolderRuns(Registry):
-    """The runs in ``folders``: each is a run's folder, or one with such folders in it, or in those.
-    A run's id is the name of its folder. ``url``: an index for what the server itself keeps;
-    ``copies``: a folder for copies of indexes."""
+    """The runs in ``folders``, as :class:`RunFolders` lists them. ``url``: an index for what the
+    server itself keeps; ``copies``: a folder for copies of indexes."""
 
     def __init__(self, url: str, folders: Sequence[Path], copies: Path, **options: Any) -> None:
         super().__init__(url, **options)
-        self._folders = folders
+        self._folders = RunFolders(folders)
         self._copies = copies
         self._opened = OrderedDict[str, _Opened]()
         self._opening = asyncio.Lock()
-        self._known = dict[Path, tuple[float, RunRecord]]()  # of ended runs, by their files' time
+        self._known = dict[Path, tuple[int, RunRecord]]()  # by when the folders had changed
+        self._present = dict[str, RunRecord]()
+        self._looked = -math.inf  # on the monotonic clock
 
     async def close(self) -> None:
         for opened in self._opened.values():
@@ -73,41 +78,42 @@ class FolderRuns(Registry):
 
     async def get(self, run: str) -> RunRecord:
         """Return the record of ``run``. Raises UnknownRun."""
-        folder = (await asyncio.to_thread(self._by_id)).get(run)
-        if folder is None:
+        record = next((each for each in await self.everything() if each.id == run), None)
+        if record is None:
             raise UnknownRun(run)
         async with self._opening:
-            record = await self._record(run, folder)
             if run not in self._opened and record.ended is not None:
-                await self._open_copy(run, folder)
+                await self._open_copy(run, Path(record.folder))
         return await asyncio.to_thread(_with_step, record)
 
     async def list(
         self, *, state: str = "", name: str = "", owner: str = "", after: str = "", limit: int = 50
     ) -> Page:
         """Return runs, newest first, and the cursor of the next page ("": there is none)."""
-        records = await self._all()
         wanted = [
             record
-            for record in sorted(records, key=lambda record: record.created, reverse=True)
+            for record in await self.everything()
             if state in ("", record.state)
             and name.lower() in record.id.lower() + record.name.lower()
             and owner in ("", record.owner)
         ]
         begin = int(after or 0)
         end = begin + limit
-        page = [await asyncio.to_thread(_with_step, record) for record in wanted[begin:end]]
+        page = await asyncio.to_thread(lambda: [*map(_with_step, wanted[begin:end])])
         return page, str(end) if end < len(wanted) else ""
 
     async def counts(self) -> dict[str, int]:
         """Return the number of ended runs by state."""
-        records = await self._all()
-        states = [record.state for record in records]
+        states = [record.state for record in await self.everything()]
         return {"created": 0} | {state: states.count(state) for state in ENDED}
 
     async def ask(self, run: str, what: Ask) -> NoReturn:
         """Raise ReadOnly."""
         raise ReadOnly(run, what)
+
+    async def label(self, run: str, _: Labels) -> NoReturn:
+        """Raise ReadOnly."""
+        raise ReadOnly(run, "label")
 
     async def reopen(self, record: RunRecord, _: Any) -> NoReturn:
         """Raise ReadOnly."""
@@ -117,45 +123,57 @@ class FolderRuns(Registry):
         """Raise ReadOnly."""
         raise ReadOnly(run, "delete")
 
-    async def _all(self) -> Sequence[RunRecord]:
-        folders = await asyncio.to_thread(self._by_id)
+    async def everything(self) -> Sequence[RunRecord]:
+        """Return all runs, newest first: ended ones as they were within the last second."""
         async with self._opening:
-            return [await self._record(run, folder) for run, folder in folders.items()]
+            if time.monotonic() - self._looked > LOOK_SECONDS:
+                self._present = await asyncio.to_thread(self._look)
+                self._looked = time.monotonic()
+            records = [await self._record(record) for record in self._present.values()]
+        return sorted(records, key=lambda record: record.created, reverse=True)
 
-    def _by_id(self) -> dict[str, Path]:
-        """Return the runs' folders by their ids."""
-        ids = dict[str, Path]()
-        for folder in dict.fromkeys(found for each in self._folders for found in runs_in(each)):
-            run = name_of(folder.name)
-            if run in ids:  # two folders of one name
-                run = f"{run}-{uuid.uuid5(uuid.NAMESPACE_URL, str(folder)).hex[:4]}"
-            ids[run] = folder
-        return ids
+    def look_again(self) -> None:
+        """Have the next question look at the folders."""
+        self._looked = -math.inf
 
-    async def _record(self, run: str, folder: Path) -> RunRecord:
+    def _look(self) -> dict[str, RunRecord]:
+        """Return the records of all runs by their ids; of one that may go on, without its state.
+
+        A folder changes when a command begins or ends in it.
+        """
+        known = self._known
+        self._known = {}
+        records = dict[str, RunRecord]()
+        for run, folder in self._folders.by_id().items():
+            with contextlib.suppress(OSError, ValueError):  # removed, or no recipe
+                changed = folder.stat().st_mtime_ns
+                stamp, record = known.get(folder, (0, None))
+                if record is None or stamp != changed or record.id != run:
+                    is_live = live_index(folder) is not None
+                    record = _begun(run, folder) if is_live else _ended(run, folder)
+                if has_settled(changed):
+                    self._known[folder] = changed, record
+                records[run] = record
+        return records
+
+    async def _record(self, record: RunRecord) -> RunRecord:
+        """Return ``record``, of a run that may go on as it is now."""
+        if record.ended is not None:
+            return record
+        run = record.id
+        folder = Path(record.folder)
         where = await asyncio.to_thread(live_index, folder)
         if where is None:
-            await self._close_live(run)
-            return await asyncio.to_thread(self._ended, run, folder)
+            if run in self._opened and self._opened[run].server is None:
+                await self._close(run)
+            return await asyncio.to_thread(_ended, run, folder)
         if run not in self._opened or self._opened[run].run != where["run"]:
             await self._close(run)
             self._opened[run] = _Opened(
                 Link(where["index"], timeout=self.link.timeout), where["run"]
             )
         state, reason, _ = await self.index(run).state()
-        return replace(_begun(run, folder), state=state or "starting", reason=reason)
-
-    def _ended(self, run: str, folder: Path) -> RunRecord:
-        files = [folder / name for name in (SUMMARY, METRICS, RECIPE)]
-        changed = max(path.stat().st_mtime for path in files if path.exists())
-        known = self._known.get(folder)
-        if known is None or known[0] != changed or known[1].id != run:
-            known = self._known[folder] = changed, _ended(run, folder, changed)
-        return known[1]
-
-    async def _close_live(self, run: str) -> None:
-        if run in self._opened and self._opened[run].server is None:
-            await self._close(run)
+        return replace(record, state=state or "starting", reason=reason)
 
     async def _close(self, run: str) -> None:
         if (opened := self._opened.pop(run, None)) is not None:
@@ -181,16 +199,6 @@ class FolderRuns(Registry):
         self._opened[run] = _Opened(link, max(newest)[1] if newest else run, server)
 
 
-def runs_in(folder: Path) -> Iterator[Path]:
-    """Yield the run that ``folder`` is, or those in it."""
-    if (folder / RECIPE).is_file():
-        yield folder.resolve()
-        return
-    for pattern in (f"*/{RECIPE}", f"*/*/{RECIPE}"):
-        for recipe in sorted(folder.glob(pattern)):
-            yield recipe.parent.resolve()
-
-
 def _begun(run: str, folder: Path) -> RunRecord:
     recipe = json.loads((folder / RECIPE).read_bytes())
     began = folder / BEGUN_IN
@@ -209,18 +217,20 @@ def _begun(run: str, folder: Path) -> RunRecord:
         attempts=1,
         folder=str(folder),
         recipe=recipe,
+        labels=read_labels(folder),
     )
 
 
-def _ended(run: str, folder: Path, changed: float) -> RunRecord:
+def _ended(run: str, folder: Path) -> RunRecord:
     summary: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         summary = json.loads((folder / SUMMARY).read_bytes())
+    files = [folder / name for name in (SUMMARY, METRICS, RECIPE)]
     return replace(
         _begun(run, folder),
         state=summary.get("state", "failed"),
         reason=summary.get("reason", BROKEN_OFF.format(folder)),
-        ended=changed,
+        ended=max(path.stat().st_mtime for path in files if path.exists()),
     )
 
 
@@ -228,5 +238,5 @@ def _with_step(record: RunRecord) -> RunRecord:
     """Return ``record``, with its newest step where it has ended."""
     if record.ended is None:
         return record
-    event = newest_event(Path(record.folder) / METRICS, "step")
-    return replace(record, step=None if event is None else StepEvent.of(event.data))
+    step = newest_events(Path(record.folder) / METRICS, {"step"}).get("step")
+    return replace(record, step=StepEvent.of(step.data) if step else None)

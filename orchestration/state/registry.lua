@@ -11,7 +11,8 @@
 --   waiting       those that wait, scored the same
 --   active        those that an agent has taken, scored by when their lease ends, in ms
 --   run:ID        name, owner, recipe (JSON), key, phase, state and reason (once ended), created, started, ended (ms),
---                 agent, attempts, deaths (of its latest runners, ms), folder, token (of the lease), process (that holds it)
+--                 agent, attempts, deaths (of its latest runners, ms), folder, token (of the lease), process (that holds it),
+--                 labels (JSON)
 --   key:OWNER:KEY run and fingerprint of a submission, for a day
 --   ended         how many have ended, by state
 --   whole         those that have ended and whose events are in the index still, scored by when they ended, in ms
@@ -259,6 +260,14 @@ end)
 define('looked_at', function(all, a)
   if a.given_up then return call('ZREM', all .. 'whole', a.run) end
   return call('ZADD', all .. 'whole', 'XX', now(all), a.run)
+end)
+
+-- {run, labels}: notes and tags that people gave to it. → whether there is such a run
+define('label', function(all, a)
+  if not field(all, a.run, 'phase') then return false end
+  call('HSET', all .. 'run:' .. a.run, 'labels', a.labels)
+  wake(all)
+  return true
 end)
 
 -- → run → folder

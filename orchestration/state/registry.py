@@ -17,12 +17,13 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Literal
 
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import CHECKPOINT_ASKED
+from orchestration.state.labels import Labels
 from pipeline.data.events import ENDED, LIVE, StepEvent
 from pipeline.documents.kinds import Topic
 from pipeline.index.calls import library
@@ -33,6 +34,7 @@ Ask = Literal["pause", "resume", "stop", "checkpoint", "scale"]
 LEASE_SECONDS = 10.0  # for which a runner holds its run; renewed after a third of it
 SETTLE_SECONDS = 10.0  # between the last state of a run and its entry in the list, at most
 LIST_CALLS = 20  # of the index for one page of the list: 250 runs are looked at in each
+MOST_RUNS = 5000  # that are listed at once
 Page = tuple[list["RunRecord"], str]
 _LIST = "@runs"  # in keys, in place of a run's id, which cannot begin with @
 _TOPIC = Topic("runs")
@@ -124,6 +126,7 @@ class RunRecord:
     recipe: dict[str, Any]
     step: StepEvent | None = None
     """The newest, where it is not read from the index."""
+    labels: Labels = field(default_factory=Labels)
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,9 @@ class Registry:
         self._index = Index(self.link, _LIST)
         self._loaded = False
         self._loading = asyncio.Lock()
+        self._reading = asyncio.Lock()
+        self._everything = dict[str, RunRecord]()
+        self._marker = ""  # of the list when it was read
 
     async def close(self) -> None:
         await self._index.close()
@@ -235,6 +241,34 @@ class Registry:
             if not after or len(out) >= limit:
                 break
         return out, after
+
+    async def everything(self) -> Sequence[RunRecord]:
+        """Return the newest :data:`MOST_RUNS` runs, newest first. Those that have ended are read
+        again only when the list has changed."""
+        async with self._reading:
+            marker = await self.wait(self._marker, 0)
+            if marker != self._marker or not self._everything:
+                everything: list[RunRecord] = []
+                after = ""
+                while len(everything) < MOST_RUNS:
+                    page, after = await self.list(after=after, limit=250)
+                    everything += page
+                    if not after:
+                        break
+                self._everything = {record.id: record for record in everything[:MOST_RUNS]}
+                self._marker = marker
+            else:
+                active = {run.record.id: run.record for run in await self.active()}
+                self._everything.update(
+                    {run: active[run] for run in self._everything.keys() & active.keys()}
+                )
+            return [*self._everything.values()]
+
+    async def label(self, run: str, labels: Labels) -> RunRecord:
+        """Give ``run`` these notes and tags. Raises :class:`UnknownRun`."""
+        if not await self._call("label", run=run, labels=labels.to_json()):
+            raise UnknownRun(run)
+        return await self.get(run)
 
     async def counts(self) -> dict[str, int]:
         """Return the number of waiting runs (``created``), and of ended runs by state."""
@@ -443,4 +477,5 @@ def _record(kept: Mapping[str, Any], now: tuple[str, str] | None) -> RunRecord:
         for name in ("created", "started", "ended")
     }
     known |= {"position": kept.get("position"), "attempts": int(kept["attempts"])}
+    known |= {"labels": Labels.from_json(kept.get("labels", "{}"))}
     return RunRecord(**known, state=state, reason=reason, recipe=json.loads(kept["recipe"]))

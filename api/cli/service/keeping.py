@@ -49,11 +49,11 @@ def disk(
     """Show what runs in folders take on the disk, and what of it can go: checkpoints that are not
     the newest of their run."""
     from orchestration.run.contents import sizes
-    from orchestration.service.folder_runs import runs_in
+    from orchestration.service.run_folders import RunFolders
     from orchestration.units import format_size
 
     looked = folders or [Path("runs")]
-    taken = {str(run): sizes(run) for folder in looked for run in runs_in(folder)}
+    taken = {str(run): sizes(run) for run in RunFolders(looked).by_id().values()}
     if as_json:
         return print_json(taken)
     if not taken:

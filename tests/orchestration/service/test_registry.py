@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import CHECKPOINT_ASKED, RUN_FLOW
+from orchestration.state.labels import Labels
 from orchestration.state.registry import (
     LIST_CALLS,
     KeyReused,
@@ -530,3 +531,20 @@ def test_it_keeps_to_its_model_whatever_happens(index_url: str) -> None:
     )
     machine.TestCase.settings = quick  # type: ignore[attr-defined]
     machine.TestCase().runTest()  # type: ignore[attr-defined]
+
+
+async def test_everything_is_read_again_when_something_has_changed(registry: Registry) -> None:
+    first = await submit(registry, "first")
+    assert [record.id for record in await registry.everything()] == [first.id]
+    second = await submit(registry, "second")
+    records = await registry.everything()
+    assert [record.id for record in records] == [second.id, first.id]
+    assert [record.id for record in await registry.everything()] == [second.id, first.id]
+    running = await begin(registry)
+    assert running.id == first.id
+    states = {record.id: record.state for record in await registry.everything()}
+    assert states == {first.id: "running", second.id: "created"}
+    await registry.label(second.id, Labels(("good",), "a note"))
+    assert (await registry.everything())[0].labels == Labels(("good",), "a note")
+    with pytest.raises(UnknownRun):
+        await registry.label("nobody", Labels())
