@@ -15,6 +15,7 @@
     env            one trajectory of an environment, before a run (api.cli.env)
     convert        a recipe from the configuration of TRL or verl (api.cli.convert)
     export         a checkpoint as a folder for others, and on the Hub (api.cli.results.export)
+    compare        runs beside each other (api.cli.results.compare)
     pairs          preference pairs of a run's samples (api.cli.pairs)
 
 Exit codes are in api.cli.common.exit_codes and docs/runs.md.
@@ -56,6 +57,10 @@ COMMANDS = {
         "List the recipes that can be run by name, or with --keys the keys of a recipe.",
     ),
     "agent": ("api.cli.service.agent:agent_command", "Execute the runs of a service."),
+    "compare": (
+        "api.cli.results.compare:compare_command",
+        "Compare runs: keys that differ, results with seeds folded, curves over each other.",
+    ),
     "deploy": (
         "api.cli.service.deploy:deploy_command",
         "Serve the newest policy of RUN, and its versions, on a Ray cluster, with Ray "

@@ -184,6 +184,15 @@ class Client(Transport):
             WhatIfView, self._run(run, "what-if"), {"overrides": dict(overrides)}
         )
 
+    async def label(
+        self, run: str, *, tags: Sequence[str] | None = None, notes: str | None = None
+    ) -> RunView:
+        """Give the run all of these ``tags`` and these ``notes``; None: as they are."""
+        labels = {"tags": None if tags is None else [*tags], "notes": notes}
+        body = {name: value for name, value in labels.items() if value is not None}
+        path = self._run(run)
+        return self._read(RunView, path, await self.send_json("PATCH", path, body))
+
     async def delete(self, run: str) -> None:
         """Remove an ended run, its data and its files."""
         # Raises NotFound. Below, NotFound means that an earlier attempt removed the run and its
@@ -481,6 +490,7 @@ class SyncClient:
     checkpoint = _blocking(Client.checkpoint)
     scale = _blocking(Client.scale)
     what_if = _blocking(Client.what_if)
+    label = _blocking(Client.label)
     delete = _blocking(Client.delete)
     stages = _blocking(Client.stages)
     waiting = _blocking(Client.waiting)

@@ -50,6 +50,8 @@ class RunView(BaseModel):
     steps: int = Field(description="Optimizer steps that the recipe asks for.")
     steps_done: int
     reward: float | None = Field(description="Mean reward of the newest step.")
+    tags: list[str] = Field([], description="Words that people gave to it.")
+    notes: str = Field("", description="What people wrote about it.")
     devices: int = Field(1, description="On which its engines compute, if each has its own.")
     recipe: dict[str, Any] = Field(description="As /v1/recipes/schema says, with every default.")
 

@@ -29,6 +29,7 @@ from api.server.access.settings import Settings
 from api.server.access.tokens import Token, Tokens
 from api.server.http.problems import problems
 from api.server.routes import (
+    comparison,
     dashboard,
     external,
     logins,
@@ -58,7 +59,7 @@ log = structlog.get_logger()
 
 # In the order of the document.
 ROUTES = (
-    *(runs, recipes, samples, policies, external, sessions),
+    *(runs, comparison, recipes, samples, policies, external, sessions),
     *(metrics, logins, service_routes, dashboard),
 )
 GC_THRESHOLD = (5_000, 2, 20)  # objects; collections of the youngest generation; of the middle one
@@ -80,6 +81,7 @@ def build_app(
     app = web.Application(middlewares=[problems, admit_connection, admission(settings)])
     app[SERVICE] = Service(settings, registry, checks)
     watch(app)
+    comparison.prepare(app)
     version = importlib.metadata.version("asyncdock")
     document: Callable[[], dict[str, Any]] = functools.cache(
         functools.partial(openapi_document, ROUTES, version=version, tokens=settings.tokens_needed)

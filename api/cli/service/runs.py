@@ -40,6 +40,7 @@ from api.cli.service.asking import (
     newest_runs,
 )
 from api.cli.service.keeping import archive, confirm, delete_folder, disk
+from api.cli.service.labels import note, tag
 from api.client.credentials import DEFAULT_SERVER, TOKEN_VARIABLE, KeyringError, forget, remember
 from api.terminal.screen import complain, pairs_table, safe_console, write
 from orchestration.escapes import escaped
@@ -90,6 +91,10 @@ LiveArgument = Annotated[
         autocompletion=_complete_run,
     ),
 ]
+
+
+runs_app.command(context_settings={"ignore_unknown_options": True})(tag)  # -TAG is none
+runs_app.command()(note)
 
 
 @runs_app.command("list")
@@ -529,6 +534,8 @@ def run_table(run: RunView, now: float, stages: StagesView) -> Table:
         ("took", _took(run, now)),
         ("runner", f"{run.agent}, attempt {run.attempts}" if run.agent else ""),
         ("folder", run.folder),
+        ("tags", " ".join(run.tags)),
+        ("notes", run.notes),
         pad_edge=False,
     )
 

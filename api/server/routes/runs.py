@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from api.schemas.comparison import LabelsBody
 from api.schemas.runs import (
     AlarmView,
     CheckpointsView,
@@ -49,6 +50,7 @@ from orchestration.checkpoints import checkpoint, recorded
 from orchestration.recipe.flow import device_count
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import CHECKPOINT_REPORTED, RUN_FLOW
+from orchestration.state.labels import Labels
 from orchestration.state.lock import RunError
 from orchestration.state.paths import store_url
 from orchestration.state.registry import RunRecord
@@ -274,6 +276,27 @@ async def what_if_of_run(
 
 
 @operation(
+    "PATCH",
+    RUN,
+    scope="run",
+    owned=True,
+    summary="Its notes and tags",
+    tag="runs",
+    errors=(404,),
+)
+async def label_run(service: Service, path: RunPath, body: LabelsBody) -> RunView:
+    record = await service.registry.get(path.run)
+    tags = record.labels.tags if body.tags is None else body.tags
+    notes = record.labels.notes if body.notes is None else body.notes
+    try:
+        labels = Labels(tuple(tags), notes)
+    except ValueError as error:
+        field = str(error).partition(":")[0]
+        raise HTTPProblem(422, str(error), kind="labels", field=field) from None
+    return await _view(service, await service.registry.label(path.run, labels))
+
+
+@operation(
     "DELETE",
     RUN,
     scope="run",
@@ -419,10 +442,13 @@ async def _refuse_full_queue(service: Service) -> None:
 async def _view(service: Service, record: RunRecord) -> RunView:
     facts = dict(vars(record))
     step = facts.pop("step")
+    labels = facts.pop("labels")
     if step is None and record.state != "created":
         step = await service.run_statuses.step(service.index(record.id), record)
     return RunView(
         **facts,
+        tags=[*labels.tags],
+        notes=labels.notes,
         steps=int(record.recipe["train"]["steps"]),
         steps_done=step.step if step else 0,
         reward=step.reward_mean if step else None,
