@@ -1,16 +1,19 @@
 /* The page: which view is shown, who is signed in, whether the events come.
  *
  *    #/ ──▶ the newest run (where there is room; a phone shows the list)    #/new ──▶ the form    #/runs/ID ──▶ that run
+ *    #/table/COLUMNS&… ──▶ all runs as a table    #/compare/runs=…&… ──▶ curves of several runs over each other
  *    #/models ──▶ what clients train, where the server has training calls (the first page, where it has no run)    #/models/ID ──▶ one
  *    #login=CODE ──▶ the session of a link, which works once
  */
 
 import { announce, element, say } from "./element.js";
+import { ComparePage } from "./pages/compare.js";
 import { ModelPage, ModelsPage } from "./pages/models.js";
 import { RunPage } from "./pages/run.js";
 import { Runs } from "./pages/runs.js";
 import { Service } from "./service.js";
 import { Start } from "./pages/start.js";
+import { TablePage } from "./pages/table.js";
 
 const CONNECTION = { connecting: "Connecting…", live: "Live", waiting: "Connecting again…", ended: "Ended", refused: "Not connected" };
 const CODE = /^#login=([\w-]+)$/; // of a link that signs in
@@ -89,6 +92,10 @@ class App {
         const page = id ? new ModelPage(this.service, decodeURIComponent(id), onConnection) : new ModelsPage(this.service, onConnection);
         this.put(page);
         await page.load();
+      } else if (what === "table" || what === "compare") {
+        const page = new (what === "table" ? TablePage : ComparePage)(this.service, new URLSearchParams(id));
+        this.put(page);
+        page.load();
       } else if (run) {
         const record = await this.service.run(run);
         if (turn !== this.turn) return;
