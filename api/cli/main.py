@@ -12,6 +12,7 @@
     why            what a run waits for at this moment (api.cli.service.why)
     checkpoint     whether checkpoints are as they were written (api.cli.checkpoint)
     dock, track    the sample flow of a run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
+    sweep          one recipe with several settings (api.cli.results.sweep)
     env            one trajectory of an environment, before a run (api.cli.env)
     convert        a recipe from the configuration of TRL or verl (api.cli.convert)
     export         a checkpoint as a folder for others, and on the Hub (api.cli.results.export)
@@ -97,6 +98,10 @@ COMMANDS = {
     "view": (
         "api.cli.view:view_command",
         "Show runs of this machine in the dashboard, live and ended ones, without a service.",
+    ),
+    "sweep": (
+        "api.cli.results.sweep:sweep_command",
+        "Run RECIPE with each combination of settings, each once, and compare them.",
     ),
     "tinker": (
         "api.cli.service.tinker:tinker_command",

@@ -34,6 +34,7 @@ MODULES = {
     "renderers": ("renderers",),
     "s3": ("s3fs",),
     "structured": ("llguidance",),
+    "sweep": ("optuna",),
     "tensorboard": ("tensorboard",),
     "tinker": ("google",),
     "verifiers": ("verifiers",),

@@ -8,7 +8,8 @@ memory_of: parts of each process ─┬─▶ engines on the CPU, host parts of 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from orchestration.recipe.checks.machine import free_bytes
@@ -44,41 +45,75 @@ def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Proble
     against what there is."""
     if not environment.devices:
         return
-    parts_of = value_or_none(lambda: memory_of(recipe))
     free = free_bytes(shared_memory_directory())
     # the arena is reported by itself
-    if not parts_of or (free is not None and recipe.pipeline.arena > free):
+    if free is not None and recipe.pipeline.arena > free:
         return
-    shared = {"arena": recipe.pipeline.arena, "weight versions": plan(recipe).slot_bytes}
-    if (
-        sum(count(recipe, side) * sum(parts.values()) for side, parts in parts_of.items())
-        + sum(shared.values())
-        < SMALL
-    ):
+    needs = needs_of(recipe)
+    if needs is None:
         return
-    from stages.device import memory_bytes, on_cpu
+    for side, (device, parts) in needs.devices.items():
+        from stages.device import memory_bytes
 
-    on_host: dict[str, Parts] = {SHARED: shared}
+        room = memory_bytes(device)
+        if room is not None and sum(parts.values()) > room:
+            yield _too_large(recipe, {side: parts}, room, f"the device of {side} has")
+    total = host_bytes()
+    if total is not None and needs.host_bytes > total:
+        yield _too_large(recipe, needs.host, total, "this machine or container has")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a run takes, by side and part: in ``host`` memory of all processes together, on
+    ``devices`` of one engine of each side that computes on an accelerator, which is named."""
+
+    host: Mapping[str, Parts]
+    devices: Mapping[Engine, tuple[str, Parts]]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(sum(parts.values()) for parts in self.host.values())
+
+
+def needs_of(recipe: Recipe) -> Needs | None:
+    """Return what a run takes; None where that is not known. What fits on any machine is taken to
+    lie in host memory."""
+    parts_of = value_or_none(lambda: memory_of(recipe))
+    if not parts_of:
+        return None
+    shared = {"arena": recipe.pipeline.arena, "weight versions": plan(recipe).slot_bytes}
+    total = sum(shared.values()) + sum(
+        count(recipe, side) * sum(parts.values()) for side, parts in parts_of.items()
+    )
+    host: dict[str, Parts] = {SHARED: shared}
+    devices: dict[Engine, tuple[str, Parts]] = {}
     for side, parts in parts_of.items():
-        # The section's own device, or where that has none, as for the reference, where training
-        # computes.
-        device = getattr(getattr(recipe, side, None), "device", None) or recipe.train.device
+        device = device_of(recipe, side)
+        here = total < SMALL or is_on_cpu(device)
         engines = count(recipe, side)
-        here = on_cpu(device)
-        on_host[side] = {
+        host[side] = {
             part: engines * size for part, size in parts.items() if here or part in HOST_PARTS
         }
-        there = (
-            {}
-            if here
-            else {part: size for part, size in parts.items() if part not in HOST_PARTS + CPU_PARTS}
-        )
-        room = memory_bytes(device) if there else None
-        if room is not None and sum(there.values()) > room:
-            yield _too_large(recipe, {side: there}, room, f"the device of {side} has")
-    total = host_bytes()
-    if total is not None and sum(sum(parts.values()) for parts in on_host.values()) > total:
-        yield _too_large(recipe, on_host, total, "this machine or container has")
+        if not here:
+            on_device = {
+                part: size for part, size in parts.items() if part not in HOST_PARTS + CPU_PARTS
+            }
+            devices[side] = device, on_device
+    return Needs(host, devices)
+
+
+def device_of(recipe: Recipe, side: Engine) -> str:
+    """Return the section's own device, or where that has none, as for the reference, the one on
+    which training computes."""
+    return getattr(getattr(recipe, side, None), "device", None) or recipe.train.device
+
+
+def is_on_cpu(device: str) -> bool:
+    """Return whether an engine of this ``device`` computes on the CPU. Imports torch."""
+    from stages.device import on_cpu
+
+    return on_cpu(device)
 
 
 def count(recipe: Recipe, side: Engine) -> int:
@@ -91,7 +126,7 @@ def count(recipe: Recipe, side: Engine) -> int:
     }[side]
 
 
-def _too_large(recipe: Recipe, parts_of: dict[str, Parts], room: int, where: str) -> Problem:
+def _too_large(recipe: Recipe, parts_of: Mapping[str, Parts], room: int, where: str) -> Problem:
     """``parts_of``: parts of all processes of each side together, which do not fit into ``room``."""
     needed = sum(sum(parts.values()) for parts in parts_of.values())
     size, side, part = max(

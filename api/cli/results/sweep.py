@@ -1,0 +1,297 @@
+"""``asyncdock sweep``: one recipe with several settings, each run once.
+
+    RECIPE, --over ─▶ settings ─▶ all recipes checked ─▶ FOLDER/sweep.json ─▶ runs here, or of a service ─▶ comparison
+    FOLDER ─────────────────────────────────────────────────▲    └ live table, or a line for each change
+
+Ctrl-C stops the runs cleanly; the same command, or `asyncdock sweep FOLDER`, goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from api.cli.common.exit_codes import FAILED, FINISHED, INTERRUPTED
+from api.cli.common.options import JsonOption, PlainOption, SetOption
+from api.cli.common.output import advised, print_json, refuse, table
+from api.cli.common.recipe_files import find
+from api.cli.service.asking import ask
+from api.terminal.screen import Safe, complain, safe_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from api.client import Client
+    from orchestration.comparison.curves import Estimate
+    from orchestration.comparison.results import RunResult
+    from orchestration.recipe.problems import RecipeError
+    from orchestration.sweep.execution import Executor, SweepExecution
+    from orchestration.sweep.record import Request, Sweep, SweepRun
+    from orchestration.sweep.settings import Settings
+
+REDRAWS_PER_SECOND = 2
+LINES_BESIDE = 6  # of a live table: its head and foot
+
+
+def sweep_command(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|FOLDER",
+            help="A recipe, as for `asyncdock run`; or a sweep to go on with.",
+        ),
+    ],
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--over",
+            metavar="KEY=VALUES",
+            help="Values of a key, as train.learning_rate=1e-6,3e-6 or seed=0..4; with --search a "
+            "range too, as train.learning_rate=1e-7..1e-5:log. Repeatable.",
+        ),
+    ] = None,
+    set_: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="The sweep's folder.")
+    ] = None,
+    at_once: Annotated[
+        int,
+        typer.Option(
+            "--at-once",
+            min=0,
+            help="So many runs at the same time, where the memory is enough. 0: here one; of a "
+            "service all, and with --search tpe one.",
+        ),
+    ] = 0,
+    server: Annotated[
+        str,
+        typer.Option("--server", metavar="URL", help="Run them in the queue of this service."),
+    ] = "",
+    metric: Annotated[
+        str,
+        typer.Option(
+            "--metric",
+            help="What is compared: a number of steps, or of evaluations as evaluation.reward_mean.",
+        ),
+    ] = "reward_mean",
+    stop_below: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop-below",
+            metavar="VALUE@STEP",
+            help="Stop a run whose metric is worse at this step, as 0.2@50. Repeatable.",
+        ),
+    ] = None,
+    search: Annotated[
+        str, typer.Option("--search", help="Let Optuna choose the settings: random or tpe.")
+    ] = "",
+    trials: Annotated[int, typer.Option("--trials", min=0, help="Runs of a search.")] = 0,
+    prune: Annotated[
+        str,
+        typer.Option(
+            "--prune",
+            help="Stop runs that are worse than others, by Optuna: median, halving, hyperband or "
+            "none. Default: median in a search.",
+        ),
+    ] = "",
+    seed: Annotated[int, typer.Option("--seed", help="Of the search.")] = 0,
+    as_json: JsonOption = False,
+    plain: PlainOption = False,
+) -> None:
+    """Run RECIPE with each combination of settings, each once, and compare them."""
+    from orchestration.recipe.problems import RecipeError
+    from orchestration.state.lock import RunError
+    from orchestration.sweep.checks import begin
+    from orchestration.sweep.record import SWEEP, Request, Sweep
+
+    try:
+        if (Path(recipe) / SWEEP).is_file():
+            sweep = Sweep.open(Path(recipe))
+        else:
+            request = Request(
+                recipe=_tables(find(recipe), set_ or []),
+                begun_in=str(Path.cwd()),
+                over=over or [],
+                metric=metric,
+                stop_below=stop_below or [],
+                search=search,
+                trials=trials,
+                prune=prune or ("median" if search else ""),
+                seed=seed,
+                server=server.rstrip("/"),
+                at_once=at_once,
+            )
+            if out is None:
+                refuse("out: a sweep has a folder, by which it goes on; give one with --out FOLDER")
+            sweep = begin(request, out, _refused_by_service)
+    except (RecipeError, RunError) as error:
+        refuse(error)
+    with contextlib.closing(sweep):
+        raise typer.Exit(_execute(sweep, as_json=as_json, plain=plain))
+
+
+def _tables(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    from orchestration.recipe.loading.load import read_recipe
+    from orchestration.recipe.problems import RecipeError
+
+    tables, problems = read_recipe(path, overrides)
+    if problems:
+        raise RecipeError(str(path), problems)
+    return tables
+
+
+def _refused_by_service(request: Request, checked: Sequence[Settings]) -> dict[int, RecipeError]:
+    """Return what the service of ``request`` refuses, by the places of the settings."""
+    from api.client import WrongInput
+    from orchestration.recipe.problems import RecipeError
+    from pipeline.problems import Problem
+
+    async def check(client: Client) -> dict[int, RecipeError]:
+        refused = {}
+        for number, settings in enumerate(checked):
+            try:
+                await client.check(request.recipe, settings)
+            except WrongInput as error:
+                problems = [
+                    Problem(one["field"], one.get("value"), one["wrong"], one.get("fix") or "")
+                    for one in error.errors
+                ]
+                refused[number] = RecipeError(
+                    "sweep", problems or [Problem("recipe", None, str(error))]
+                )
+        return refused
+
+    return ask(request.server, check)
+
+
+def _execute(sweep: Sweep, *, as_json: bool, plain: bool) -> int:
+    """Execute ``sweep``, show it, print its comparison. Returns the exit code."""
+    from orchestration.sweep.local import LocalRuns
+
+    server = sweep.request.server
+    screen = safe_console(stderr=as_json)
+    shows_lines = plain or as_json or not screen.is_terminal
+
+    async def here() -> Sequence[RunResult]:
+        return await _watch(sweep, LocalRuns(sweep), screen, plain=shows_lines)
+
+    async def there(client: Client) -> Sequence[RunResult]:
+        from api.cli.results.sweep_service import PATIENCE, ServiceRuns
+
+        client.patience = PATIENCE
+        return await _watch(sweep, ServiceRuns(sweep, client), screen, plain=shows_lines)
+
+    results = ask(server, there) if server else asyncio.run(here())
+    if as_json:
+        print_json({"id": sweep.id, "runs": [asdict(run) for run in sweep.runs]})
+    elif results:
+        screen.print()
+        screen.print(comparison_table(results, sweep.request.metric))
+    if any(not run.is_over for run in sweep.runs):
+        complain(f"Go on with: {advised(f'sweep {sweep.folder}')}")
+        return INTERRUPTED
+    return FAILED if any(run.state == "failed" for run in sweep.runs) else FINISHED
+
+
+async def _watch(
+    sweep: Sweep, executor: Executor, screen: Console, *, plain: bool
+) -> Sequence[RunResult]:
+    """Execute ``sweep`` while its runs are shown; return the results of those that are over."""
+    from api.cli.service.serve import stopped_by_signals
+    from orchestration.sweep.execution import SweepExecution
+
+    stop = stopped_by_signals("Stopping the runs cleanly, with checkpoints.")
+    shown: dict[str, str] = {}
+
+    def show_line(run: SweepRun) -> None:
+        if plain and shown.get(run.name) != run.state:
+            shown[run.name] = run.state
+            screen.print(f"{run.name}  {_state_text(run)}", soft_wrap=True, highlight=False)
+
+    execution = SweepExecution(sweep, executor, show=show_line)
+    with _live(execution, screen) if not plain else contextlib.nullcontext():
+        await execution.execute(stop)
+    results = []
+    for run in sweep.runs:
+        if run.state in ("finished", "pruned"):
+            results.append(await executor.result(run))
+    return results
+
+
+def _state_text(run: SweepRun) -> str:
+    value = "" if run.value is None else f"  {run.value:.4g}"
+    return run.state + value + (f": {run.reason}" if run.reason else "")
+
+
+def _live(execution: SweepExecution, screen: Console) -> contextlib.AbstractContextManager[Any]:
+    from rich.live import Live
+
+    return Live(
+        get_renderable=lambda: Safe(runs_table(execution, screen.height - LINES_BESIDE)),
+        console=screen,
+        refresh_per_second=REDRAWS_PER_SECOND,
+    )
+
+
+def runs_table(execution: SweepExecution, rows: int) -> Table:
+    """Return at most ``rows`` runs of the sweep as they are now: those that run, then the newest
+    that are over."""
+    from api.terminal.live import STATE_STYLES
+    from api.terminal.numbers import number
+    from orchestration.sweep.settings import value_text
+
+    sweep = execution.sweep
+    over = sum(run.is_over for run in sweep.runs)
+    shown = sorted(
+        sweep.runs,
+        key=lambda run: (
+            run.state != "running",
+            not run.is_over,
+            run.name if not run.is_over else "",
+        ),
+    )
+    keys = list(dict.fromkeys(key for run in sweep.runs for key in run.settings))
+    metric = sweep.request.metric
+    grid = table("run", *keys, "step", metric, "state", right=("step", metric))
+    grid.caption = f"{over} of {len(sweep.runs)} are over"
+    for run in shown[: max(1, rows)]:
+        progress = execution.progress.get(run.name)
+        values = [value_text(run.settings.get(key, "")) for key in keys]
+        value = progress.value if progress and run.value is None else run.value
+        step = str(progress.step or "") if progress else ""
+        style = STATE_STYLES.get(run.state, "")
+        grid.add_row(
+            run.name[:3], *values, step, number(value, ".4g"), _state_text(run), style=style
+        )
+    return grid
+
+
+def comparison_table(results: Sequence[RunResult], metric: str) -> Table:
+    """Return what came of each setting, with its seeds folded."""
+    from orchestration.comparison.compare import compare
+    from orchestration.sweep.settings import value_text
+
+    comparison = compare(results, [metric])
+    columns = ("runs", metric, "best", "steps", "hours")
+    grid = table(*comparison.keys, *columns, right=columns)
+    for setting in comparison.settings:
+        numbers = (setting.end[metric], setting.best[metric], setting.steps, setting.hours)
+        grid.add_row(
+            *map(value_text, setting.keys.values()),
+            str(len(setting.runs)),
+            *map(_estimate_text, numbers),
+        )
+    return grid
+
+
+def _estimate_text(value: Estimate | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value.mean:.4g}" + (f" ± {value.half:.2g}" if value.half else "")

@@ -1,0 +1,148 @@
+"""The check of a whole sweep, before its first run: every recipe as ``asyncdock check`` does it.
+
+tables + settings ──▶ recipe_of ──▶ a Recipe, or its problems ──▶ all problems, each with the settings that have it
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestration.recipe.loading.load import override_tables, parse_recipe
+from orchestration.recipe.problems import RecipeError, suggest
+from orchestration.recipe.schema import Recipe
+from orchestration.sweep.record import SWEEP, Request, Sweep
+from orchestration.sweep.search import PRUNERS, SAMPLERS
+from orchestration.sweep.settings import (
+    EXAMPLE,
+    MOST_RUNS,
+    Range,
+    Settings,
+    Values,
+    canonical,
+    grid,
+    settings_text,
+)
+from orchestration.sweep.stopping import parse_stops
+from pipeline.problems import Problem
+
+SEED = "seed"  # changes nothing that files and machine are compared with
+MOST_NAMED = 3  # settings beside a problem
+
+
+def recipe_of(
+    tables: Mapping[str, Any], settings: Settings, folder: Path, *, files: bool = True
+) -> Recipe:
+    """Return the recipe ``tables`` with ``settings``, for a run below ``folder``.
+
+    ``files``: see :func:`orchestration.recipe.loading.load.parse_recipe`. Raises RecipeError.
+    """
+    data = copy.deepcopy(dict(tables))
+    problems = override_tables(data, settings, "--over")
+    return parse_recipe(data, "sweep", problems, folder=folder, files=files)
+
+
+def begin(
+    request: Request,
+    folder: Path,
+    refused: Callable[[Request, Sequence[Settings]], Mapping[int, RecipeError]] | None = None,
+) -> Sweep:
+    """Return the sweep of ``request`` in ``folder``: a new one once all of its recipes are right, or
+    the one that is there. ``refused`` returns what the service of the request refuses, by the
+    places of the settings. Raises RecipeError with all problems, and RunError."""
+    over = _checked_over(request)
+    settings = [] if request.search else grid(over)
+    if not (folder / SWEEP).exists():
+        checked = settings or corners(over)
+        _check_all(
+            request,
+            folder,
+            checked,
+            refused(request, checked) if request.server and refused else {},
+        )
+    return Sweep.begin(folder, request, settings)
+
+
+def _checked_over(request: Request) -> list[Values | Range]:
+    """Return what is swept over. Raises RecipeError with all that is wrong with the options."""
+    over: list[Values | Range] = []
+    problems = list(_option_problems(request))
+    try:
+        parse_stops(request)
+    except RecipeError as error:
+        problems += error.problems
+    try:
+        over = request.parsed_over()
+    except RecipeError as error:
+        problems += error.problems
+    if problems:
+        raise RecipeError("sweep", problems)
+    return over
+
+
+def _option_problems(request: Request) -> Iterator[Problem]:
+    for option, value, names in (
+        ("--search", request.search, SAMPLERS),
+        ("--prune", request.prune, PRUNERS),
+    ):
+        if value and value not in names:
+            yield Problem(option, value, "is unknown", suggest(value, names))
+    if not request.over:
+        yield Problem("--over", None, "is missing", EXAMPLE)
+    if request.search and not 0 < request.trials <= MOST_RUNS:
+        fix = f"say how many runs, at most {MOST_RUNS:,}, as --trials 20"
+        yield Problem("--trials", request.trials, "is no number of runs", fix)
+    if request.trials and not request.search:
+        yield Problem(
+            "--trials",
+            request.trials,
+            "is of a search",
+            "add --search random or tpe, or leave it out",
+        )
+
+
+def _check_all(
+    request: Request,
+    folder: Path,
+    settings: Sequence[Settings],
+    refused: Mapping[int, RecipeError],
+) -> None:
+    problems: dict[str, tuple[Problem, list[Settings]]] = {}
+    compared: set[str] = set()  # with files and machine
+    for number, one in enumerate(settings):
+        others = canonical({key: value for key, value in one.items() if key != SEED})
+        files = not request.server and others not in compared
+        compared.add(others)
+        try:
+            recipe_of(request.recipe, one, folder, files=files)
+            if number in refused:
+                raise refused[number]
+        except RecipeError as error:
+            for problem in error.problems:
+                problems.setdefault(str(problem), (problem, []))[1].append(one)
+    if problems:
+        raise RecipeError(
+            "sweep", [_with_settings(*each, len(settings)) for each in problems.values()]
+        )
+
+
+def _with_settings(problem: Problem, having: Sequence[Settings], count: int) -> Problem:
+    if len(having) == count:
+        where = "all settings"
+    else:
+        where = ", ".join(map(settings_text, having[:MOST_NAMED]))
+        if len(having) > MOST_NAMED:
+            where += f" and {len(having) - MOST_NAMED} more"
+    return Problem(problem.key, problem.value, f"{problem.wrong} [{where}]", problem.fix)
+
+
+def corners(over: Sequence[Values | Range]) -> list[Settings]:
+    """Return settings that have each value, and both ends of each range, at least once."""
+    ends = {one.key: one.values if isinstance(one, Values) else (one.low, one.high) for one in over}
+    most = max(map(len, ends.values()), default=0)
+    return [
+        {key: values[min(number, len(values) - 1)] for key, values in ends.items()}
+        for number in range(most)
+    ]

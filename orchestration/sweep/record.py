@@ -1,0 +1,203 @@
+"""``sweep.json``: what a sweep is asked for, and what is done of it.
+
+Sweep.begin(folder, request, settings) ─▶ lock ─▶ sweep.json, replaced in one step at every change
+                                                    └ there already ─▶ the same request: it goes on; another: refused
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from orchestration.private_files import write_private
+from orchestration.recipe.loading.paths import name_of
+from orchestration.state.lock import RunError
+from orchestration.sweep.settings import (
+    MOST_RUNS,
+    Range,
+    Settings,
+    Values,
+    parse_over,
+    value_text,
+)
+from pipeline.locks import Locked, take
+
+SWEEP = "sweep.json"
+LOCK = "sweep.lock"
+RECIPES = "recipes"  # in the sweep's folder: the recipe of each run
+LOGS = "logs"  # there, too: what the runs' commands print
+LONGEST_NAME = 60
+FREE = ("at_once", "trials", "metric")  # of a request: may change when a sweep goes on
+
+State = Literal["waiting", "running", "stopped", "finished", "pruned", "failed"]
+OVER: tuple[State, ...] = ("finished", "pruned", "failed")  # such a run is not run again
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a sweep is asked for. ``recipe``: its tables; ``begun_in``: the working directory, in
+    which modules of the recipe are found; the others are as the options of ``asyncdock sweep``."""
+
+    recipe: Mapping[str, Any]
+    begun_in: str
+    over: Sequence[str] = ()
+    metric: str = "reward_mean"
+    stop_below: Sequence[str] = ()
+    search: str = ""
+    trials: int = 0
+    prune: str = ""
+    seed: int = 0
+    server: str = ""
+    at_once: int = 0
+
+    def parsed_over(self) -> list[Values | Range]:
+        """Return what ``over`` says. Raises RecipeError."""
+        return parse_over(self.over, search=bool(self.search))
+
+    @property
+    def most_at_once(self) -> int:
+        """The most runs that are executed at the same time."""
+        return self.at_once or (MOST_RUNS if self.server and self.search != "tpe" else 1)
+
+
+@dataclass
+class SweepRun:
+    """One run of a sweep. ``id``: that of a service; ``value``: the metric at its end; ``trial``:
+    its number in the search."""
+
+    name: str
+    settings: Settings
+    state: State = "waiting"
+    reason: str = ""
+    id: str = ""
+    value: float | None = None
+    trial: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OVER
+
+
+@dataclass
+class Sweep:
+    """The sweep in ``folder``, which this process holds locked until :meth:`close`."""
+
+    folder: Path
+    id: str
+    request: Request
+    runs: list[SweepRun] = field(default_factory=list)
+    _lock: BinaryIO | None = field(default=None, repr=False)
+
+    @classmethod
+    def begin(cls, folder: Path, request: Request, settings: Sequence[Settings] = ()) -> Sweep:
+        """Make a sweep of ``settings`` in ``folder``, or go on with the one there, which must be of
+        the same request. Raises RunError, and OSError where the disk refuses it."""
+        if not (folder / SWEEP).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            if others := sorted({path.name for path in folder.iterdir()} - {LOCK, f".{SWEEP}"}):
+                raise RunError(
+                    f"out: {folder} holds {others[0]!r}, and no {SWEEP}; give a new folder"
+                )
+        lock = _locked(folder)
+        try:
+            if (folder / SWEEP).exists():
+                sweep = cls._read(folder, lock)
+                sweep._ask_again(request)
+                return sweep
+            sweep = cls(folder.resolve(), uuid.uuid4().hex[:12], request, _lock=lock)
+            for one in settings:
+                sweep.add(one)
+            sweep.save()
+            return sweep
+        except BaseException:
+            lock.close()
+            raise
+
+    @classmethod
+    def open(cls, folder: Path) -> Sweep:
+        """Return the sweep in ``folder``, to go on with it. Raises RunError."""
+        if not (folder / SWEEP).is_file():
+            raise RunError(f"sweep: {folder} holds no {SWEEP}; give the folder of a sweep")
+        lock = _locked(folder)
+        try:
+            return cls._read(folder, lock)
+        except BaseException:
+            lock.close()
+            raise
+
+    @classmethod
+    def _read(cls, folder: Path, lock: BinaryIO) -> Sweep:
+        try:
+            document = json.loads((folder / SWEEP).read_bytes())
+            request = Request(**document["request"])
+            runs = [SweepRun(**run) for run in document["runs"]]
+            return cls(folder.resolve(), document["id"], request, runs, lock)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise RunError(f"sweep: {folder / SWEEP} cannot be read ({error!r})") from None
+
+    def _ask_again(self, request: Request) -> None:
+        """Take over what may change of a request. Raises RunError for the rest."""
+        for name in (one.name for one in fields(Request) if one.name not in FREE):
+            before, now = (
+                json.loads(json.dumps(getattr(of, name))) for of in (self.request, request)
+            )
+            if before != now:
+                raise RunError(
+                    f"sweep: {self.folder} was begun with another {name.replace('_', ' ')}; "
+                    f"`asyncdock sweep {self.folder}` goes on with it, --out gives another folder"
+                )
+        self.request = replace(self.request, **{name: getattr(request, name) for name in FREE})
+        self.save()
+
+    def add(self, settings: Settings, trial: int | None = None) -> SweepRun:
+        """Add a run, which is not saved yet."""
+        run = SweepRun(_name(len(self.runs), settings), settings, trial=trial)
+        self.runs.append(run)
+        return run
+
+    def change(self, run: SweepRun, state: State, reason: str = "", **values: Any) -> None:
+        """Record what has become of ``run``; it is on the disk when this returns."""
+        for name, value in {"state": state, "reason": reason, **values}.items():
+            setattr(run, name, value)
+        self.save()
+
+    def save(self) -> None:
+        document = {
+            "id": self.id,
+            "request": asdict(self.request),
+            "runs": [asdict(run) for run in self.runs],
+        }
+        write_private(
+            self.folder / SWEEP, json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+        )
+
+    def folder_of(self, run: SweepRun) -> Path:
+        return self.folder / run.name
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _locked(folder: Path) -> BinaryIO:
+    try:
+        return take(folder / LOCK)
+    except Locked as held:
+        raise RunError(
+            f"sweep: {held.holder} executes the sweep in {folder}; stop it first"
+        ) from None
+
+
+def _name(number: int, settings: Settings) -> str:
+    """Return the name of a run, and of its folder.
+
+    >>> _name(3, {"train.learning_rate": 1e-06, "seed": 0})
+    '003-learning_rate-1e-06-seed-0'
+    """
+    words = (f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in settings.items())
+    text = name_of(f"{number:03d} {' '.join(words)}")
+    return text[:LONGEST_NAME].rstrip("._-")
