@@ -124,18 +124,24 @@ def _check_all(
                 problems.setdefault(str(problem), (problem, []))[1].append(one)
     if problems:
         raise RecipeError(
-            "sweep", [_with_settings(*each, len(settings)) for each in problems.values()]
+            "sweep", [_with_settings(*each, settings) for each in problems.values()]
         )
 
 
-def _with_settings(problem: Problem, having: Sequence[Settings], count: int) -> Problem:
-    if len(having) == count:
-        where = "all settings"
-    else:
-        where = ", ".join(map(settings_text, having[:MOST_NAMED]))
-        if len(having) > MOST_NAMED:
-            where += f" and {len(having) - MOST_NAMED} more"
-    return Problem(problem.key, problem.value, f"{problem.wrong} [{where}]", problem.fix)
+def _with_settings(
+    problem: Problem, having: Sequence[Settings], settings: Sequence[Settings]
+) -> Problem:
+    """Return ``problem`` with the settings that have it: by one value that they alone have, where
+    there is one."""
+    alone = [
+        {key: value}
+        for key, value in having[0].items()
+        if [one for one in settings if one[key] == value] == list(having)
+    ]
+    shown = alone[:1] or having[:MOST_NAMED]
+    where = "every run" if len(having) == len(settings) else ", ".join(map(settings_text, shown))
+    more = "" if alone or len(having) <= MOST_NAMED else f" and {len(having) - MOST_NAMED} more"
+    return Problem(problem.key, problem.value, f"{problem.wrong} [{where}{more}]", problem.fix)
 
 
 def corners(over: Sequence[Values | Range]) -> list[Settings]:
