@@ -45,7 +45,8 @@ class Executor(Protocol):
         """
 
     async def result(self, run: SweepRun) -> RunResult:
-        """Return what has come of ``run``, which has ended."""
+        """Return what has come of ``run``, which has ended. Raises OSError where nothing is left
+        of it."""
 
 
 class Judge(Protocol):
@@ -125,6 +126,15 @@ class SweepExecution:
         if run is None or not self.executor.has_room(self._tasks.values(), run):
             return None
         return run
+
+    async def results(self) -> list[RunResult]:
+        """Return what has come of the runs that have finished or were pruned."""
+        results = []
+        for run in self.sweep.runs:
+            if run.state in ("finished", "pruned"):
+                with contextlib.suppress(OSError):  # somebody has removed it
+                    results.append(await self.executor.result(run))
+        return results
 
     async def _end(self) -> None:
         """End the runs that are executed: cleanly, or at once when this is cancelled."""

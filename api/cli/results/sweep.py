@@ -218,11 +218,7 @@ async def _watch(
     execution = SweepExecution(sweep, executor, show=show_line)
     with _live(execution, screen) if not plain else contextlib.nullcontext():
         await execution.execute(stop)
-    results = []
-    for run in sweep.runs:
-        if run.state in ("finished", "pruned"):
-            results.append(await executor.result(run))
-    return results
+    return await execution.results()
 
 
 def _state_text(run: SweepRun) -> str:

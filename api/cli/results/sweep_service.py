@@ -1,7 +1,7 @@
 """Runs of a sweep in the queue of a service.
 
-    submit, under a key of the sweep and the run ─▶ id, in sweep.json ─▶ events ─▶ report
-      └ repeated after a kill: the same run         └ stopped before: resumed
+submit, under a key of the sweep and the run ─▶ id, in sweep.json ─▶ events ─▶ report
+  └ repeated after a kill: the same run         └ stopped before: resumed
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from api.client import ApiProblem, Client
+import numpy as np
+
+from api.client import ApiProblem, Client, NotFound
 from api.schemas.runs import RunView
-from orchestration.comparison.results import RunResult, flattened, in_order
+from orchestration.comparison.results import Floats, RunResult, flattened, in_order
 from orchestration.history.lines import finite_numbers
 from orchestration.recipe.problems import RecipeError
 from orchestration.sweep.checks import recipe_of
@@ -57,7 +59,7 @@ class ServiceRuns:
     async def _begin(self, run: SweepRun) -> RunView:
         """Return the run of the service, which is submitted, or goes on. Raises ApiProblem and
         RecipeError."""
-        if not run.id:
+        if not run.id:  # or it was submitted, and a kill came before the note: the key finds it
             request = self._sweep.request
             recipe = recipe_of(request.recipe, run.settings, self._sweep.folder, files=False)
             tables = json.loads(recipe.to_json())
@@ -73,7 +75,10 @@ class ServiceRuns:
 
     async def result(self, run: SweepRun) -> RunResult:
         """See :class:`orchestration.sweep.execution.Executor`."""
-        view = await self._client.run(run.id)
+        try:
+            view = await self._client.run(run.id)
+        except NotFound as error:
+            raise FileNotFoundError(str(error)) from None
         rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
         async with contextlib.aclosing(self._client.events(run.id, kinds=KINDS)) as events:
             async for event in events:
@@ -82,3 +87,8 @@ class ServiceRuns:
         return RunResult(
             view.id, view.name, view.state, view.folder, flattened(view.recipe), steps, evaluations
         )
+
+
+def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return in_order({name: np.array([row.get(name, np.nan) for row in rows]) for name in names})
