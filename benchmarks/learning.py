@@ -24,7 +24,7 @@ import json
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from orchestration.comparison.results import RunResult, read_run
 from orchestration.logs import configure
-from orchestration.recipe.loading.load import load_recipe
+from orchestration.recipe.loading.load import load_recipe, read_recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from orchestration.sweep.execution import SweepExecution
+from orchestration.sweep.record import Request, Sweep, SweepRun
 
 SMOOTHED = 5  # steps over which the plot's thick line is a mean
 COLOURS = (
@@ -278,29 +281,73 @@ def plot(trials: list[Trial], name: str, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+class Trials:
+    """Executor of a sweep whose runs are trials, of the recipe ``path`` under ``label``: in this
+    process, one after the other. ``ended`` is called with each."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        path: Path,
+        overrides: list[str],
+        label: str,
+        options: argparse.Namespace,
+        ended: Callable[[Trial], None],
+    ) -> None:
+        self._sweep = sweep
+        self._path = path
+        self._overrides = overrides
+        self._label = label
+        self._options = options
+        self._ended = ended
+
+    def has_room(self, running: Collection[SweepRun], run: SweepRun) -> bool:
+        return not running
+
+    async def execute(self, run: SweepRun, *_: Any) -> tuple[str, str]:
+        one = await trial(
+            self._path,
+            self._overrides,
+            run.settings["pipeline.staleness"],
+            run.settings["seed"],
+            self._sweep.folder_of(run),
+            self._options.metric,
+            self._options.seconds,
+        )
+        self._ended(replace(one, recipe=self._label))
+        return "finished", ""
+
+    async def result(self, run: SweepRun) -> RunResult:
+        return read_run(self._sweep.folder_of(run))
+
+
 async def measure(options: argparse.Namespace) -> list[Trial]:
     trials = read_trials(options.json) if options.json.exists() and options.resume else []
-    done = {(t.recipe, t.staleness, t.seed) for t in trials}
-    for recipe, staleness, seed in itertools.product(
-        options.recipe, options.staleness, options.seeds
-    ):
-        given, _, algorithm = recipe.partition(":")
-        path = Path(given) if given.endswith(".toml") else Path("recipes") / f"{given}.toml"
-        label = f"{path.stem}:{algorithm}" if algorithm else path.stem
-        if (label, staleness, seed) in done:
-            continue
-        with contextlib.ExitStack() as stack:
-            folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory())
-            out = Path(folder) / f"{label.replace(':', '-')}-{staleness}-{seed}"
-            overrides = [
-                *([f"algorithm.name={algorithm}"] if algorithm else []),
-                *(options.set or []),
-            ]
-            one = await trial(
-                path, overrides, staleness, seed, out, options.metric, options.seconds
-            )
-            trials.append(replace(one, recipe=label))
+
+    def ended(one: Trial) -> None:
+        trials.append(one)
         write_trials(options.json, trials)
+
+    for recipe in options.recipe:
+        name, _, algorithm = recipe.partition(":")
+        path = Path(name) if name.endswith(".toml") else Path("recipes") / f"{name}.toml"
+        label = f"{path.stem}:{algorithm}" if algorithm else path.stem
+        overrides = [*([f"algorithm.name={algorithm}"] if algorithm else []), *(options.set or [])]
+        settings = [
+            {"pipeline.staleness": staleness, "seed": seed}
+            for staleness, seed in itertools.product(options.staleness, options.seeds)
+        ]
+        with contextlib.ExitStack() as stack:
+            kept = options.keep or stack.enter_context(tempfile.TemporaryDirectory())
+            folder = Path(kept) / label.replace(":", "-")
+            request = Request(read_recipe(path, overrides)[0], str(Path.cwd()))
+            sweep = stack.enter_context(contextlib.closing(Sweep.begin(folder, request, settings)))
+            measured = {(t.staleness, t.seed) for t in trials if t.recipe == label}
+            for run in sweep.runs:
+                is_measured = (*run.settings.values(),) in measured
+                sweep.change(run, "finished" if is_measured else "waiting")
+            executor = Trials(sweep, path, overrides, label, options, ended)
+            await SweepExecution(sweep, executor).execute(asyncio.Event())
     return trials
 
 
