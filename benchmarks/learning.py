@@ -341,7 +341,7 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
             kept = options.keep or stack.enter_context(tempfile.TemporaryDirectory())
             folder = Path(kept) / label.replace(":", "-")
             request = Request(read_recipe(path, overrides)[0], str(Path.cwd()))
-            sweep = stack.enter_context(contextlib.closing(Sweep.begin(folder, request, settings)))
+            sweep = stack.enter_context(contextlib.closing(Sweep.open(folder, request, settings)))
             measured = {(t.staleness, t.seed) for t in trials if t.recipe == label}
             for run in sweep.runs:
                 is_measured = (*run.settings.values(),) in measured

@@ -6,7 +6,7 @@ tables + settings ──▶ recipe_of ──▶ a Recipe, or its problems ──
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from orchestration.sweep.settings import (
     Range,
     Settings,
     Values,
-    canonical,
     grid,
     settings_text,
 )
@@ -62,45 +61,37 @@ def begin(
             checked,
             refused(request, checked) if request.server and refused else {},
         )
-    return Sweep.begin(folder, request, settings)
+    return Sweep.open(folder, request, settings)
 
 
 def _checked_over(request: Request) -> list[Values | Range]:
     """Return what is swept over. Raises RecipeError with all that is wrong with the options."""
     over: list[Values | Range] = []
-    problems = list(_option_problems(request))
-    try:
-        parse_stops(request)
-    except RecipeError as error:
-        problems += error.problems
-    try:
-        over = request.parsed_over()
-    except RecipeError as error:
-        problems += error.problems
-    if problems:
-        raise RecipeError("sweep", problems)
-    return over
-
-
-def _option_problems(request: Request) -> Iterator[Problem]:
+    problems: list[Problem] = []
     for option, value, names in (
         ("--search", request.search, SAMPLERS),
         ("--prune", request.prune, PRUNERS),
     ):
         if value and value not in names:
-            yield Problem(option, value, "is unknown", suggest(value, names))
-    if not request.over:
-        yield Problem("--over", None, "is missing", EXAMPLE)
-    if request.search and not 0 < request.trials <= MOST_RUNS:
-        fix = f"say how many runs, at most {MOST_RUNS:,}, as --trials 20"
-        yield Problem("--trials", request.trials, "is no number of runs", fix)
-    if request.trials and not request.search:
-        yield Problem(
-            "--trials",
-            request.trials,
-            "is of a search",
-            "add --search random or tpe, or leave it out",
+            problems.append(Problem(option, value, "is unknown", suggest(value, names)))
+    if bool(request.search) != (0 < request.trials <= MOST_RUNS):
+        fix = f"give both, or none, as --search tpe --trials 20; at most {MOST_RUNS:,}"
+        problems.append(
+            Problem("--trials", request.trials, "is the number of runs of a search", fix)
         )
+    if not request.over:
+        problems.append(Problem("--over", None, "is missing", EXAMPLE))
+    try:
+        over = request.parsed_over()
+    except RecipeError as error:
+        problems += error.problems
+    try:
+        parse_stops(request)
+    except RecipeError as error:
+        problems += error.problems
+    if problems:
+        raise RecipeError("sweep", problems)
+    return over
 
 
 def _check_all(
@@ -110,11 +101,11 @@ def _check_all(
     refused: Mapping[int, RecipeError],
 ) -> None:
     problems: dict[str, tuple[Problem, list[Settings]]] = {}
-    compared: set[str] = set()  # with files and machine
+    compared: list[Settings] = []  # with files and machine
     for number, one in enumerate(settings):
-        others = canonical({key: value for key, value in one.items() if key != SEED})
+        others = {key: value for key, value in one.items() if key != SEED}
         files = not request.server and others not in compared
-        compared.add(others)
+        compared.append(others)
         try:
             recipe_of(request.recipe, one, folder, files=files)
             if number in refused:
@@ -123,9 +114,7 @@ def _check_all(
             for problem in error.problems:
                 problems.setdefault(str(problem), (problem, []))[1].append(one)
     if problems:
-        raise RecipeError(
-            "sweep", [_with_settings(*each, settings) for each in problems.values()]
-        )
+        raise RecipeError("sweep", [_with_settings(*each, settings) for each in problems.values()])
 
 
 def _with_settings(

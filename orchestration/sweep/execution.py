@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -80,7 +81,7 @@ class SweepExecution:
     ) -> None:
         self.sweep = sweep
         self.executor = executor
-        self.progress = {run.name: Progress() for run in sweep.runs}
+        self.progress = defaultdict[str, Progress](Progress)
         request = sweep.request
         self._at_once = request.most_at_once
         self._judges: list[Judge] = [*parse_stops(request)]

@@ -35,13 +35,13 @@ from orchestration.state.paths import RECIPE
 from orchestration.sweep.checks import recipe_of
 from orchestration.sweep.record import LOGS, RECIPES, Sweep, SweepRun
 from orchestration.sweep.room import Room, Share
-from pipeline.data.events import ENDED, Event, order
+from pipeline.data.events import Event, order
 from pipeline.index.embedded import die_with_parent
 
 log = structlog.get_logger()
 
 COMMAND = (sys.executable, "-P", "-m", "asyncdock_command")
-MOST_KILLED = 5  # times in a row that a run's process is killed before its next step
+MOST_KILLED = 10  # times that a run's process is killed
 LOOK_SECONDS = 0.2  # at a lock of another process
 LINE_BYTES = 16 << 20  # of one event
 STATES = {0: "finished", 130: "stopped"}  # by the command's exit code
@@ -81,36 +81,27 @@ class LocalRuns:
         folder = self._sweep.folder_of(run)
         if not await _is_free(folder, stop):
             return "stopped", "another process executes it"
-        ended = _ended(folder)
-        if ended is not None and ended[0] != "stopped":
-            return ended
-        killed, last_step = 0, 0
-
-        def note(event: Event) -> None:
-            nonlocal killed, last_step
-            if event.kind == "step" and event.data["version"] > last_step:
-                last_step = event.data["version"]
-                killed = 0
-            report(event)
-
-        while True:
+        summary = _summary(folder)
+        if summary.get("state") in ("finished", "failed"):
+            return summary["state"], summary.get("reason", "")
+        code = 0
+        for killed in range(MOST_KILLED):
+            if killed:
+                log.warning(
+                    "a run of the sweep was killed; it is resumed", run=run.name, signal=-code
+                )
             try:
                 arguments = await asyncio.to_thread(self._arguments, run, folder)
             except RecipeError as error:
                 return "failed", str(error)
-            code = await self._run_command(run, arguments, note, stop)
+            code = await self._run_command(run, arguments, report, stop)
             if code >= 0:
                 state = STATES.get(code, "failed")
-                ended = _ended(folder)
-                if ended is not None and ended[0] == state:
-                    return ended
-                return state, self._last_line(run)
-            killed += 1
+                reason = _summary(folder).get("reason") or self._last_line(run)
+                return state, reason if state == "failed" else ""
             if stop.is_set():
                 return "stopped", f"ended by signal {-code}"
-            if killed == MOST_KILLED:
-                return "failed", f"ended by signal {-code}, {killed} times without another step"
-            log.warning("a run of the sweep was killed; it is resumed", run=run.name, signal=-code)
+        return "failed", f"ended by signal {-code}, as {MOST_KILLED} times in a row"
 
     def _arguments(self, run: SweepRun, folder: Path) -> Sequence[str]:
         """Return the command's arguments that go on with ``run``. Raises RecipeError."""
@@ -214,11 +205,8 @@ async def _is_free(folder: Path, stop: asyncio.Event) -> bool:
     return True
 
 
-def _ended(folder: Path) -> tuple[str, str] | None:
-    """Return the last state of the run in ``folder`` and its reason; None: it has not ended."""
-    try:
-        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_bytes())
-    except (OSError, ValueError):
-        return None
-    state = summary.get("state")
-    return (state, str(summary.get("reason", ""))) if state in ENDED else None
+def _summary(folder: Path) -> dict[str, Any]:
+    """Return what the run in ``folder`` has summarized at its end; {}: it has not ended."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((folder / SUMMARY).read_bytes()))
+    return {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -93,21 +93,34 @@ class Sweep:
     _lock: BinaryIO | None = field(default=None, repr=False)
 
     @classmethod
-    def begin(cls, folder: Path, request: Request, settings: Sequence[Settings] = ()) -> Sweep:
-        """Make a sweep of ``settings`` in ``folder``, or go on with the one there, which must be of
-        the same request. Raises RunError, and OSError where the disk refuses it."""
-        if not (folder / SWEEP).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            if others := sorted({path.name for path in folder.iterdir()} - {LOCK, f".{SWEEP}"}):
-                raise RunError(
-                    f"out: {folder} holds {others[0]!r}, and no {SWEEP}; give a new folder"
-                )
-        lock = _locked(folder)
+    def open(
+        cls, folder: Path, request: Request | None = None, settings: Sequence[Settings] = ()
+    ) -> Sweep:
+        """Return the sweep in ``folder``, to go on with it: by the ``request`` that it was begun
+        with. Where there is none, it is begun with ``settings``. Raises RunError."""
+        path = folder / SWEEP
+        if request is None and not path.is_file():
+            raise RunError(f"sweep: {folder} holds no {SWEEP}; give the folder of a sweep")
+        folder.mkdir(parents=True, exist_ok=True)
+        others = {entry.name for entry in folder.iterdir()} - {LOCK, f".{SWEEP}"}
+        if others and not path.exists():
+            raise RunError(
+                f"out: {folder} holds {min(others)!r}, and no {SWEEP}; give a new folder"
+            )
         try:
-            if (folder / SWEEP).exists():
-                sweep = cls._read(folder, lock)
-                sweep._ask_again(request)
-                return sweep
+            lock = take(folder / LOCK)
+        except Locked as held:
+            raise RunError(
+                f"sweep: {held.holder} executes the sweep in {folder}; stop it first"
+            ) from None
+        try:
+            if path.exists():
+                document = json.loads(path.read_bytes())
+                before = Request(**document["request"])
+                runs = [SweepRun(**run) for run in document["runs"]]
+                asked = before if request is None else _same(folder, before, request)
+                return cls(folder.resolve(), document["id"], asked, runs, lock)
+            assert request is not None
             sweep = cls(folder.resolve(), uuid.uuid4().hex[:12], request, _lock=lock)
             for one in settings:
                 sweep.add(one)
@@ -116,42 +129,6 @@ class Sweep:
         except BaseException:
             lock.close()
             raise
-
-    @classmethod
-    def open(cls, folder: Path) -> Sweep:
-        """Return the sweep in ``folder``, to go on with it. Raises RunError."""
-        if not (folder / SWEEP).is_file():
-            raise RunError(f"sweep: {folder} holds no {SWEEP}; give the folder of a sweep")
-        lock = _locked(folder)
-        try:
-            return cls._read(folder, lock)
-        except BaseException:
-            lock.close()
-            raise
-
-    @classmethod
-    def _read(cls, folder: Path, lock: BinaryIO) -> Sweep:
-        try:
-            document = json.loads((folder / SWEEP).read_bytes())
-            request = Request(**document["request"])
-            runs = [SweepRun(**run) for run in document["runs"]]
-            return cls(folder.resolve(), document["id"], request, runs, lock)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RunError(f"sweep: {folder / SWEEP} cannot be read ({error!r})") from None
-
-    def _ask_again(self, request: Request) -> None:
-        """Take over what may change of a request. Raises RunError for the rest."""
-        for name in (one.name for one in fields(Request) if one.name not in FREE):
-            before, now = (
-                json.loads(json.dumps(getattr(of, name))) for of in (self.request, request)
-            )
-            if before != now:
-                raise RunError(
-                    f"sweep: {self.folder} was begun with another {name.replace('_', ' ')}; "
-                    f"`asyncdock sweep {self.folder}` goes on with it, --out gives another folder"
-                )
-        self.request = replace(self.request, **{name: getattr(request, name) for name in FREE})
-        self.save()
 
     def add(self, settings: Settings, trial: int | None = None) -> SweepRun:
         """Add a run, which is not saved yet."""
@@ -183,13 +160,19 @@ class Sweep:
             self._lock.close()
 
 
-def _locked(folder: Path) -> BinaryIO:
-    try:
-        return take(folder / LOCK)
-    except Locked as held:
-        raise RunError(
-            f"sweep: {held.holder} executes the sweep in {folder}; stop it first"
-        ) from None
+def _same(folder: Path, before: Request, request: Request) -> Request:
+    """Return ``request``, with which the sweep in ``folder`` goes on. Raises RunError unless it
+    differs from the one ``before`` in what may change alone."""
+    pairs = zip(
+        *(json.loads(json.dumps(asdict(one))).items() for one in (before, request)), strict=True
+    )
+    for (name, begun_with), (_, value) in pairs:
+        if begun_with != value and name not in FREE:
+            raise RunError(
+                f"sweep: {folder} was begun with another {name.replace('_', ' ')}; `asyncdock "
+                f"sweep {folder}` goes on with it, --out gives another folder"
+            )
+    return request
 
 
 def _name(number: int, settings: Settings) -> str:

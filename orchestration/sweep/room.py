@@ -5,19 +5,12 @@ recipe ──▶ needs of the planner ──▶ Share: host, one device ──�
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import get_args
 
-from orchestration.recipe.checks.memory import (
-    count,
-    device_of,
-    host_bytes,
-    is_on_cpu,
-    needs_of,
-)
+from orchestration.recipe.checks.memory import count, host_bytes, is_on_cpu, needs_of
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sizes.memory_parts import Engine
 
 # Of a run's processes beside what the planner derives: interpreters, libraries. Measured: `tiny`.
 PROCESS_BYTES = 1 << 30
@@ -25,54 +18,45 @@ PROCESS_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Share:
-    """Bytes that a run takes of the host's memory, and of one device of the machine; None: unknown,
-    so that it shares no device."""
+    """Bytes that a run takes of the host's memory, and of ``device``, one of the machine's;
+    infinitely many where that is not known, so that it shares no device."""
 
     host: int
-    device: int | None = 0
-    name: str = ""
+    on_device: float = 0
+    device: str = ""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Share:
         needs = needs_of(recipe)
         if needs is None or recipe.rollout.engine == "vllm":
-            return cls(PROCESS_BYTES, 0 if _computes_here(recipe) else None)
-        devices = needs.devices
-        on_device = sum(
-            count(recipe, side) * sum(parts.values()) for side, (_, parts) in devices.items()
-        )
-        name = next((name for name, _ in devices.values()), "")
-        return cls(PROCESS_BYTES + needs.host_bytes, on_device, name)
+            return cls(PROCESS_BYTES, math.inf if _may_use_a_device(recipe) else 0)
+        devices = needs.devices.items()
+        on_device = sum(count(recipe, side) * sum(parts.values()) for side, (_, parts) in devices)
+        device = next((name for _, (name, _) in devices), "")
+        return cls(PROCESS_BYTES + needs.host_bytes, on_device, device)
 
 
-def _computes_here(recipe: Recipe) -> bool:
-    """Return whether all engines are on the CPU."""
-    if {recipe.rollout.engine, recipe.train.engine} == {"mock"}:
-        return True
-    return recipe.rollout.engine != "vllm" and all(
-        is_on_cpu(device_of(recipe, side)) for side in get_args(Engine)
-    )
+def _may_use_a_device(recipe: Recipe) -> bool:
+    if recipe.rollout.engine == recipe.train.engine == "mock":
+        return False
+    return not (is_on_cpu(recipe.rollout.device) and is_on_cpu(recipe.train.device))
 
 
 class Room:
     """The memory of this machine. ``host``: its bytes; None: not known."""
 
     def __init__(self, host: int | None = None) -> None:
-        self._host = host if host is not None else host_bytes()
+        self._host = host or host_bytes() or math.inf
 
     def has(self, taken: Collection[Share], more: Share) -> bool:
         """Return whether ``more`` fits beside ``taken``. A run alone fits: its own check says so."""
-        if not taken:
-            return True
-        shares = [*taken, more]
-        if self._host is not None and sum(share.host for share in shares) > self._host:
+        if taken and sum(share.host for share in taken) + more.host > self._host:
             return False
-        on_device = [share.device for share in shares if share.device != 0]
-        if len(on_device) < 2 or more.device == 0:
+        others = sum(share.on_device for share in taken)
+        if not others or not more.on_device:
             return True
-        if None in on_device:
+        if not more.device:
             return False
         from stages.device import memory_bytes
 
-        room = memory_bytes(more.name)
-        return room is not None and sum(filter(None, on_device)) <= room
+        return others + more.on_device <= (memory_bytes(more.device) or 0)

@@ -9,12 +9,13 @@ study has as running: :class:`Search` tells it the end, or that there was no suc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestration.sweep.record import Sweep, SweepRun
-from orchestration.sweep.settings import Range, Settings, Values, canonical
+from orchestration.sweep.settings import Range, Settings, Values
 from orchestration.sweep.stopping import is_lowest_best
 from pipeline.compat.extras import extra
 
@@ -114,11 +115,11 @@ class Search:
         or the search has nothing new to propose."""
         if len(self._sweep.runs) >= self._sweep.request.trials:
             return None
-        known = {canonical(run.settings) for run in self._sweep.runs}
+        known = [run.settings for run in self._sweep.runs]
         for _ in range(MOST_ASKED):
             trial = self._ask()
             settings = self._settings(trial.params)
-            if canonical(settings) not in known:
+            if settings not in known:
                 run = self._sweep.add(settings, trial.number)
                 self._sweep.save()
                 return run
@@ -161,7 +162,7 @@ class Search:
 
 def _choice(value: Any) -> Any:
     """Return ``value`` as Optuna takes a choice."""
-    return value if isinstance(value, bool | int | float | str) else canonical(value)
+    return value if isinstance(value, bool | int | float | str) else json.dumps(value)
 
 
 def _whole_journal(path: Path) -> Path:

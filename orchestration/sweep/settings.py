@@ -80,35 +80,25 @@ def parse_over(texts: Sequence[str], *, search: bool) -> list[Values | Range]:
 
 def _parse_values(key: str, text: str, search: bool) -> Values | Range:
     """Raises ValueError of what is wrong and what to do."""
-    if match := RANGE.fullmatch(text):
-        low, high = (toml_value(end) for end in match.group(1, 2))
-        parsed = Range(key, low, high, bool(match[3]))
-        return _checked_range(parsed) if search else Values(key, _whole_numbers(parsed))
-    values = _values(text)
-    texts = [canonical(value) for value in values]
-    if twice := next((one for one in texts if texts.count(one) > 1), ""):
-        raise ValueError(f"has {twice} twice", "give each value once")
-    return Values(key, values)
-
-
-def _checked_range(parsed: Range) -> Range:
-    if parsed.low > parsed.high:
+    match = RANGE.fullmatch(text)
+    if match is None:
+        values = _values(text)
+        if twice := [value for value in values if values.count(value) > 1]:
+            raise ValueError(f"has {value_text(twice[0])} twice", "give each value once")
+        return Values(key, values)
+    low, high = (toml_value(end) for end in match.group(1, 2))
+    parsed = Range(key, low, high, bool(match[3]))
+    if low > high:
         raise ValueError("is an empty range", "write the lower end first")
-    if parsed.log and parsed.low <= 0:
+    if parsed.log and low <= 0:
         raise ValueError("has no logarithm at its lower end", "begin above 0, or leave :log out")
-    return parsed
-
-
-def _whole_numbers(parsed: Range) -> Sequence[int]:
-    _checked_range(parsed)
+    if search:
+        return parsed
     if not parsed.is_whole or parsed.log:
-        raise ValueError(
-            "is a range to search in", "add --search random or tpe, or list the values"
-        )
-    first, last = int(parsed.low), int(parsed.high)
-    if last - first >= MOST_RUNS:
-        raise ValueError(f"has {last - first + 1:,} values", f"use at most {MOST_RUNS:,}")
-    return range(first, last + 1)
+        raise ValueError("is a range to search in", "list values, or add --search random or tpe")
+    if high - low >= MOST_RUNS:
+        raise ValueError(f"has {high - low + 1:,} values", f"use at most {MOST_RUNS:,}")
+    return Values(key, range(low, high + 1))
 
 
 def _values(text: str) -> Sequence[Any]:
@@ -126,16 +116,6 @@ def _values(text: str) -> Sequence[Any]:
     if not tables.get("values") or len(tables) > 1:
         raise ValueError("has no values", EXAMPLE)
     return list(tables["values"])
-
-
-def canonical(value: Any) -> str:
-    """Return a text that equal values have in common.
-
-    >>> canonical(1e-6) == canonical(0.000001), canonical(3) == canonical(3.0)
-    (True, True)
-    """
-    is_whole = isinstance(value, float) and value.is_integer()
-    return json.dumps(int(value) if is_whole else value, sort_keys=True, default=str)
 
 
 def grid(over: Sequence[Values | Range]) -> list[Settings]:

@@ -106,11 +106,13 @@ def sweep_command(
     plain: PlainOption = False,
 ) -> None:
     """Run RECIPE with each combination of settings, each once, and compare them."""
+    from orchestration.private_files import keep_from_others
     from orchestration.recipe.problems import RecipeError
     from orchestration.state.lock import RunError
     from orchestration.sweep.checks import begin
     from orchestration.sweep.record import SWEEP, Request, Sweep
 
+    keep_from_others()
     try:
         if (Path(recipe) / SWEEP).is_file():
             sweep = Sweep.open(Path(recipe))
@@ -237,35 +239,21 @@ def _live(execution: SweepExecution, screen: Console) -> contextlib.AbstractCont
 
 
 def runs_table(execution: SweepExecution, rows: int) -> Table:
-    """Return at most ``rows`` runs of the sweep as they are now: those that run, then the newest
-    that are over."""
+    """Return at most ``rows`` runs of the sweep as they are now: those that run first."""
     from api.terminal.live import STATE_STYLES
     from api.terminal.numbers import number
-    from orchestration.sweep.settings import value_text
 
     sweep = execution.sweep
-    over = sum(run.is_over for run in sweep.runs)
-    shown = sorted(
-        sweep.runs,
-        key=lambda run: (
-            run.state != "running",
-            not run.is_over,
-            run.name if not run.is_over else "",
-        ),
-    )
-    keys = list(dict.fromkeys(key for run in sweep.runs for key in run.settings))
+    shown = sorted(sweep.runs, key=lambda run: (run.state != "running", not run.is_over))
     metric = sweep.request.metric
-    grid = table("run", *keys, "step", metric, "state", right=("step", metric))
-    grid.caption = f"{over} of {len(sweep.runs)} are over"
+    grid = table("run", "step", metric, "state", right=("step", metric))
+    grid.caption = f"{sum(run.is_over for run in sweep.runs)} of {len(sweep.runs)} are over"
     for run in shown[: max(1, rows)]:
-        progress = execution.progress.get(run.name)
-        values = [value_text(run.settings.get(key, "")) for key in keys]
-        value = progress.value if progress and run.value is None else run.value
-        step = str(progress.step or "") if progress else ""
+        progress = execution.progress[run.name]
+        value = progress.value if run.value is None else run.value
+        step = str(progress.step or "")
         style = STATE_STYLES.get(run.state, "")
-        grid.add_row(
-            run.name[:3], *values, step, number(value, ".4g"), _state_text(run), style=style
-        )
+        grid.add_row(run.name, step, number(value, ".4g"), _state_text(run), style=style)
     return grid
 
 

@@ -89,7 +89,9 @@ def needs_of(recipe: Recipe) -> Needs | None:
     host: dict[str, Parts] = {SHARED: shared}
     devices: dict[Engine, tuple[str, Parts]] = {}
     for side, parts in parts_of.items():
-        device = device_of(recipe, side)
+        # The section's own device, or where that has none, as for the reference, where training
+        # computes.
+        device = getattr(getattr(recipe, side, None), "device", None) or recipe.train.device
         here = total < SMALL or is_on_cpu(device)
         engines = count(recipe, side)
         host[side] = {
@@ -101,12 +103,6 @@ def needs_of(recipe: Recipe) -> Needs | None:
             }
             devices[side] = device, on_device
     return Needs(host, devices)
-
-
-def device_of(recipe: Recipe, side: Engine) -> str:
-    """Return the section's own device, or where that has none, as for the reference, the one on
-    which training computes."""
-    return getattr(getattr(recipe, side, None), "device", None) or recipe.train.device
 
 
 def is_on_cpu(device: str) -> bool:

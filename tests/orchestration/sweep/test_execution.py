@@ -166,7 +166,7 @@ def test_runs_share_the_memory_of_the_machine() -> None:
     assert room.has([], Share(20)), "its own check says whether it fits alone"
     assert room.has([Share(4)], Share(6))
     assert not room.has([Share(4), Share(1)], Share(6))
-    unknown = Share(1, None)
+    unknown = Share(1, math.inf)
     assert not room.has([unknown], unknown), "of unknown size: they share no device"
     assert room.has([unknown], Share(1)), "one on the CPU beside it"
 

@@ -76,7 +76,7 @@ def test_a_search_takes_ranges() -> None:
         (["seed=[1"], '--over = "seed=[1": has values that are no TOML'),
         (["train.learning_rate=1e-6,0.000001"], "has 1e-06 twice; give each value once"),
         (["train.learning_rate=3,3.0"], "has 3 twice"),
-        (["train.learning_rate=1e-6..1e-5"], "is a range to search in; add --search"),
+        (["train.learning_rate=1e-6..1e-5"], "is a range to search in; list values, or add --search"),
         (["seed=0..5000"], "has 5,001 values; use at most 1,000"),
     ],
 )
@@ -110,11 +110,12 @@ def test_options_that_do_not_go_together_are_refused_at_once(tmp_path: Path) -> 
     assert shown == [
         "--search = \"tpee\": is unknown; did you mean 'tpe'?",
         "--prune = \"mean\": is unknown; did you mean 'median'?",
-        "--trials = 0: is no number of runs; say how many runs, at most 1,000, as --trials 20",
+        "--trials = 0: is the number of runs of a search; give both, or none, as --search tpe "
+        "--trials 20; at most 1,000",
         '--stop-below = "0.3": is not VALUE@STEP; write for example --stop-below 0.2@50',
     ]
     [problem] = problems(request("seed=0,1", trials=3), tmp_path / "sweep")
-    assert problem.startswith("--trials = 3: is of a search")
+    assert problem.startswith("--trials = 3: is the number of runs of a search")
     [problem] = problems(request(), tmp_path / "sweep")
     assert problem.startswith("--over: is missing")
 
