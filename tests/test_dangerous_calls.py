@@ -170,6 +170,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         "its metadata is read by the unpickler above, and torch reads the shards with weights_only",
     ),
     ("orchestration/sandbox/sandbox.py", "subprocess.run"): (1, OWN_COMMAND),
+    ("orchestration/sweep/local.py", "asyncio.create_subprocess_exec"): (1, OWN_COMMAND),
     ("stages/tasks/gym_answers.py", "importlib.import_module"): (1, OWN_NAME),
     ("stages/tasks/gym_answers.py", "sympy.parsing.sympy_parser.parse_expr"): (
         1,

@@ -13,8 +13,7 @@ from typing import Any
 from orchestration.recipe.loading.load import override_tables, parse_recipe
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
-from orchestration.sweep.record import SWEEP, Request, Sweep
-from orchestration.sweep.search import PRUNERS, SAMPLERS
+from orchestration.sweep.record import PRUNERS, SAMPLERS, SWEEP, Request, Sweep
 from orchestration.sweep.settings import (
     EXAMPLE,
     MOST_RUNS,
@@ -25,6 +24,7 @@ from orchestration.sweep.settings import (
     settings_text,
 )
 from orchestration.sweep.stopping import parse_stops
+from pipeline.compat.extras import install, is_installed
 from pipeline.problems import Problem
 
 SEED = "seed"  # changes nothing that files and machine are compared with
@@ -79,6 +79,9 @@ def _checked_over(request: Request) -> list[Values | Range]:
         problems.append(
             Problem("--trials", request.trials, "is the number of runs of a search", fix)
         )
+    if request.has_study and not is_installed("optuna"):
+        fix = f"{install('sweep')}, or leave --search and --prune out"
+        problems.append(Problem("--search", request.search, "needs Optuna, which is missing", fix))
     if not request.over:
         problems.append(Problem("--over", None, "is missing", EXAMPLE))
     try:

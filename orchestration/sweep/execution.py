@@ -86,7 +86,7 @@ class SweepExecution:
         self._at_once = request.most_at_once
         self._judges: list[Judge] = [*parse_stops(request)]
         self._search: Search | None = None
-        if request.search or request.prune not in ("", "none"):
+        if request.has_study:
             from orchestration.sweep.search import Search
 
             self._search = Search(sweep, request.parsed_over())

@@ -31,6 +31,8 @@ LOCK = "sweep.lock"
 RECIPES = "recipes"  # in the sweep's folder: the recipe of each run
 LOGS = "logs"  # there, too: what the runs' commands print
 LONGEST_NAME = 60
+SAMPLERS = ("random", "tpe")  # of a search
+PRUNERS = ("none", "median", "halving", "hyperband")
 FREE = ("at_once", "trials", "metric")  # of a request: may change when a sweep goes on
 
 State = Literal["waiting", "running", "stopped", "finished", "pruned", "failed"]
@@ -57,6 +59,11 @@ class Request:
     def parsed_over(self) -> list[Values | Range]:
         """Return what ``over`` says. Raises RecipeError."""
         return parse_over(self.over, search=bool(self.search))
+
+    @property
+    def has_study(self) -> bool:
+        """Whether Optuna proposes or prunes runs."""
+        return bool(self.search) or self.prune not in ("", "none")
 
     @property
     def most_at_once(self) -> int:

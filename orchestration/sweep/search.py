@@ -12,22 +12,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestration.sweep.record import Sweep, SweepRun
 from orchestration.sweep.settings import Range, Settings, Values
 from orchestration.sweep.stopping import is_lowest_best
 from pipeline.compat.extras import extra
 
-if TYPE_CHECKING:
-    from optuna import Study, Trial
-    from optuna.distributions import BaseDistribution
-    from optuna.pruners import BasePruner
-    from optuna.samplers import BaseSampler
+with extra("sweep"):
+    import optuna
+    from optuna import Study, Trial, distributions, pruners, samplers
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.trial import TrialState
 
 JOURNAL = "optuna.log"  # in the sweep's folder
-SAMPLERS = ("random", "tpe")
-PRUNERS = ("none", "median", "halving", "hyperband")
 MOST_ASKED = 100  # settings in a row that there are already: the search has nothing new
 FEW = 4  # runs without which the median says little
 
@@ -36,18 +35,12 @@ class Search:
     """The study of ``sweep`` over ``over``: its runs, what it proposes, what it prunes."""
 
     def __init__(self, sweep: Sweep, over: Sequence[Values | Range]) -> None:
-        with extra("sweep"):
-            import optuna
-            import optuna.storages.journal
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna = optuna
         self._sweep = sweep
         self._over = over
         request = sweep.request
         journal = _whole_journal(sweep.folder / JOURNAL)
-        storage = optuna.storages.JournalStorage(
-            optuna.storages.journal.JournalFileBackend(str(journal))
-        )
+        storage = JournalStorage(JournalFileBackend(str(journal)))
         self._study: Study = optuna.create_study(
             study_name=sweep.id,
             storage=storage,
@@ -60,15 +53,13 @@ class Search:
         self._trials: dict[int, Trial] = {}
         self._reconcile()
 
-    def _sampler(self, seed: int) -> BaseSampler:
-        samplers = self._optuna.samplers
+    def _sampler(self, seed: int) -> samplers.BaseSampler:
         if self._sweep.request.search == "tpe":
             return samplers.TPESampler(seed=seed, constant_liar=self._sweep.request.at_once > 1)
         return samplers.RandomSampler(seed=seed)
 
-    def _pruner(self, name: str) -> BasePruner:
-        pruners = self._optuna.pruners
-        named: Mapping[str, Callable[[], BasePruner]] = {
+    def _pruner(self, name: str) -> pruners.BasePruner:
+        named: Mapping[str, Callable[[], pruners.BasePruner]] = {
             "none": pruners.NopPruner,
             "median": lambda: pruners.MedianPruner(n_startup_trials=FEW),
             "halving": pruners.SuccessiveHalvingPruner,
@@ -85,30 +76,23 @@ class Search:
             if trial.number not in runs:
                 self._tell(trial.number, "failed", None)
                 continue
-            self._trials[trial.number] = self._optuna.trial.Trial(self._study, trial._trial_id)
+            self._trials[trial.number] = Trial(self._study, trial._trial_id)
             if runs[trial.number].is_over:
                 self.ended(runs[trial.number])
         for run in self._sweep.runs:
             if run.trial is None:  # of a grid, of which the pruner alone is told
-                self._study.enqueue_trial(
-                    {key: _choice(value) for key, value in run.settings.items()}
-                )
-                run.trial = self._ask().number
+                trial = self._study.ask()
+                trial.set_user_attr("settings", run.settings)
+                self._trials[trial.number] = trial
+                run.trial = trial.number
         self._sweep.save()
 
-    def _ask(self) -> Trial:
-        distributions = {one.key: self._distribution(one) for one in self._over}
-        trial = self._study.ask(distributions)
-        self._trials[trial.number] = trial
-        return trial
-
-    def _distribution(self, over: Values | Range) -> BaseDistribution:
-        kinds = self._optuna.distributions
+    def _distribution(self, over: Values | Range) -> distributions.BaseDistribution:
         if isinstance(over, Values):
-            return kinds.CategoricalDistribution([_choice(value) for value in over.values])
+            return distributions.CategoricalDistribution([_choice(value) for value in over.values])
         if over.is_whole:
-            return kinds.IntDistribution(int(over.low), int(over.high), log=over.log)
-        return kinds.FloatDistribution(over.low, over.high, log=over.log)
+            return distributions.IntDistribution(int(over.low), int(over.high), log=over.log)
+        return distributions.FloatDistribution(over.low, over.high, log=over.log)
 
     def next(self) -> SweepRun | None:
         """Return another run, which is in the sweep; None where there are as many as asked for,
@@ -117,7 +101,8 @@ class Search:
             return None
         known = [run.settings for run in self._sweep.runs]
         for _ in range(MOST_ASKED):
-            trial = self._ask()
+            trial = self._study.ask({one.key: self._distribution(one) for one in self._over})
+            self._trials[trial.number] = trial
             settings = self._settings(trial.params)
             if settings not in known:
                 run = self._sweep.add(settings, trial.number)
@@ -153,11 +138,12 @@ class Search:
 
     def _tell(self, trial: int, state: str, value: float | None) -> None:
         self._trials.pop(trial, None)
-        states = self._optuna.trial.TrialState
         if state == "finished" and value is not None:
             self._study.tell(trial, value)
         else:
-            self._study.tell(trial, state=states.PRUNED if state == "pruned" else states.FAIL)
+            self._study.tell(
+                trial, state=TrialState.PRUNED if state == "pruned" else TrialState.FAIL
+            )
 
 
 def _choice(value: Any) -> Any:

@@ -28,7 +28,7 @@ HUB = (
 # By the beginning of a command.
 COMMANDS = {
     "asyncdock pairs "
-    "runs/tiny-1-0": "a run of the measurement above it; tests/test_plain_install.py executes it",
+    "runs/tiny/000-staleness-1-seed-0": "a run of the measurement above it; tests/test_plain_install.py executes it",
     "asyncdock run tiny --set launch.remote_rollouts": HOST,
     "asyncdock export runs/letters --to published": HUB,
     "hf auth login": HUB,

@@ -78,7 +78,8 @@ def sweep_command(
         str,
         typer.Option(
             "--metric",
-            help="What is compared: a number of steps, or of evaluations as evaluation.reward_mean.",
+            help="What is compared: a number of steps, or of evaluations, as "
+            "evaluation.reward_mean.",
         ),
     ] = "reward_mean",
     stop_below: Annotated[

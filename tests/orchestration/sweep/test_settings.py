@@ -76,7 +76,10 @@ def test_a_search_takes_ranges() -> None:
         (["seed=[1"], '--over = "seed=[1": has values that are no TOML'),
         (["train.learning_rate=1e-6,0.000001"], "has 1e-06 twice; give each value once"),
         (["train.learning_rate=3,3.0"], "has 3 twice"),
-        (["train.learning_rate=1e-6..1e-5"], "is a range to search in; list values, or add --search"),
+        (
+            ["train.learning_rate=1e-6..1e-5"],
+            "is a range to search in; list values, or add --search",
+        ),
         (["seed=0..5000"], "has 5,001 values; use at most 1,000"),
     ],
 )
