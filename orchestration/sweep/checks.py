@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestration.recipe.loading.load import override_tables, parse_recipe
+from orchestration.recipe.loading.load import override, parse_recipe, shorten_warmup
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.sweep.record import PRUNERS, SAMPLERS, SWEEP, Request, Sweep
@@ -39,7 +39,11 @@ def recipe_of(
     ``files``: see :func:`orchestration.recipe.loading.load.parse_recipe`. Raises RecipeError.
     """
     data = copy.deepcopy(dict(tables))
-    problems = override_tables(data, settings, "--over")
+    refused = [
+        override(data, key, value, "--over", f"{key}={value}") for key, value in settings.items()
+    ]
+    shorten_warmup(data, settings)
+    problems = [problem for problem in refused if problem]
     return parse_recipe(data, "sweep", problems, folder=folder, files=files)
 
 

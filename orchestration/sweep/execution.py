@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestration.comparison.compare import outcome
 from orchestration.comparison.results import HELD_OUT, RunResult
+from orchestration.state.lock import RunError
 from orchestration.sweep.record import State, Sweep, SweepRun
 from orchestration.sweep.stopping import parse_stops
 from pipeline.data.events import Event
@@ -190,3 +191,8 @@ class SweepExecution:
         if self._search is not None and run.is_over:
             self._search.ended(run)
         self._show(run)
+        if ended == "finished" and value is None and self._judges:
+            raise RunError(
+                f"metric: {run.name} has finished without a value of "
+                f"{self.sweep.request.metric!r}; give another --metric"
+            )

@@ -81,10 +81,10 @@ class Search:
                 self.ended(runs[trial.number])
         for run in self._sweep.runs:
             if run.trial is None:  # of a grid, of which the pruner alone is told
-                trial = self._study.ask()
-                trial.set_user_attr("settings", run.settings)
-                self._trials[trial.number] = trial
-                run.trial = trial.number
+                asked = self._study.ask()
+                asked.set_user_attr("settings", run.settings)
+                self._trials[asked.number] = asked
+                run.trial = asked.number
         self._sweep.save()
 
     def _distribution(self, over: Values | Range) -> distributions.BaseDistribution:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,7 +116,13 @@ def sweep_command(
     keep_from_others()
     try:
         if (Path(recipe) / SWEEP).is_file():
+            if over or set_:
+                refuse(f"--over: {recipe} is a sweep, with settings of its own; leave it out")
             sweep = Sweep.open(Path(recipe))
+            asked = sweep.request
+            sweep.request = replace(
+                asked, at_once=at_once or asked.at_once, trials=trials or asked.trials
+            )
         else:
             request = Request(
                 recipe=_tables(find(recipe), set_ or []),
@@ -134,10 +140,10 @@ def sweep_command(
             if out is None:
                 refuse("out: a sweep has a folder, by which it goes on; give one with --out FOLDER")
             sweep = begin(request, out, _refused_by_service)
+        with contextlib.closing(sweep):
+            raise typer.Exit(_execute(sweep, as_json=as_json, plain=plain))
     except (RecipeError, RunError) as error:
         refuse(error)
-    with contextlib.closing(sweep):
-        raise typer.Exit(_execute(sweep, as_json=as_json, plain=plain))
 
 
 def _tables(path: Path, overrides: Sequence[str]) -> dict[str, Any]:

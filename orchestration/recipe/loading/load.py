@@ -51,7 +51,7 @@ def load_recipe(
     recipe without a name gets its file's.
     ``folder``, ``files``: see :func:`parse_recipe`. Raises :class:`RecipeError`."""
     data, problems = read_recipe(path, overrides)
-    _shorten_warmup(data, {text.partition("=")[0].strip() for text in overrides})
+    shorten_warmup(data, {text.partition("=")[0].strip() for text in overrides})
     return parse_recipe(data, where=str(path), problems=problems, folder=folder, files=files)
 
 
@@ -305,17 +305,7 @@ def _override_all(data: dict[str, Any], overrides: Sequence[str]) -> list[Proble
     return [problem for problem in problems if problem]
 
 
-def override_tables(data: dict[str, Any], values: Mapping[str, Any], where: str) -> list[Problem]:
-    """Set the dotted keys ``values`` of ``data``; return the problems of those that cannot be set.
-    ``where``: the option that gave them."""
-    problems = [
-        override(data, key, value, where, f"{key}={value}") for key, value in values.items()
-    ]
-    _shorten_warmup(data, values)
-    return [problem for problem in problems if problem]
-
-
-def _shorten_warmup(data: Mapping[str, Any], overridden_keys: Collection[str]) -> None:
+def shorten_warmup(data: Mapping[str, Any], overridden_keys: Collection[str]) -> None:
     """End the warm-up with the run where an override makes that shorter than the recipe's."""
     train = data.get("train")
     if not isinstance(train, dict) or "train.steps" not in overridden_keys:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from orchestration.comparison.results import RunResult
+from orchestration.state.lock import RunError
 from orchestration.sweep.checks import begin
 from orchestration.sweep.execution import SweepExecution
 from orchestration.sweep.record import Request, Sweep, SweepRun
@@ -181,6 +182,15 @@ async def test_a_run_begins_once_there_is_room(tmp_path: Path) -> None:
     await execute(sweep, executor)
     assert executor.most_at_once == 1
     assert [run.state for run in sweep.runs] == ["finished"] * 3
+
+
+async def test_a_metric_that_no_run_has_ends_a_search_after_its_first_run(tmp_path: Path) -> None:
+    asked = request(RANGE, search="random", trials=3, metric="rewards")
+    sweep = begin(asked, tmp_path / "sweep")
+    executor = Formula()
+    with pytest.raises(RunError, match="finished without a value of 'rewards'; give another"):
+        await execute(sweep, executor)
+    assert len(executor.begun) == 1
 
 
 async def test_an_executor_that_fails_ends_the_others_cleanly(tmp_path: Path) -> None:
