@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.text import Text
 
 from api.cli.common.options import JsonOption
 from api.cli.common.output import print_json, refuse, table
 from api.cli.folder.foreign import run_folder
 from api.cli.service.asking import ServerOption, ask, is_run_folder
 from api.client.credentials import DEFAULT_SERVER
-from api.terminal.numbers import number, short_seconds
+from api.terminal.samples import segments_view
 from api.terminal.screen import safe_console, write
 
 if TYPE_CHECKING:
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_VALUES = 24  # of a row's column that are shown
-# of tokens by their policy version, one after the other
-COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "red")
 SHOWN_AS_SEGMENTS = frozenset(
     {
         *("response_ids", "rollout_logprobs", "versions", "loss_mask"),
@@ -286,46 +282,8 @@ def group_view(group: int, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         if "ended" in row:
             row_table.add_row("ended", row["ended"])
         if segments:
-            parts.append(_trajectory_view(segments))
+            parts.append(segments_view(segments))
     return Group(*parts)
-
-
-def _trajectory_view(segments: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return of each turn and observation a line of facts, and its text below: a turn's coloured by
-    policy version, an observation's pale."""
-    parts: list[RenderableType] = []
-    turns = 0
-    for segment in segments:
-        if segment.get("shares") is not None and segment["branch"]:
-            shared = f"goes on behind {segment['shares']} tokens of the response"
-            parts.append(Text(f"branch {segment['branch']}: {shared}", style="italic"))
-        tokens = f"{segment['tokens']} token{'s' if segment['tokens'] != 1 else ''}"
-        text = Text()
-        if segment["generated"]:
-            turns += 1
-            parts.append(Text(f"turn {turns}: {tokens}{_facts(segment)}"))
-            for version, _, piece in segment["pieces"]:
-                text.append(piece, style=COLOURS[version % len(COLOURS)])
-        else:
-            parts.append(Text(f"observed: {tokens}"))
-            text.append(segment["text"], style="dim")
-        parts.append(_below(text))
-        for call in segment.get("calls", ()):
-            arguments = json.dumps(call["arguments"], ensure_ascii=False)
-            parts.append(_below(Text(f"call {call['name']}({arguments})", style="italic")))
-    return Group(*parts)
-
-
-def _facts(turn: Mapping[str, Any]) -> str:
-    """Return by which versions a turn was made, its reward and its seconds."""
-    versions = " ".join(f"v{version}" for version, _, _ in turn["pieces"])
-    times = [f"{name} {short_seconds(seconds)}" for name, seconds in turn["seconds"].items()]
-    facts = [f" by {versions}", f"reward {number(turn['reward'], 'g')}", *times]
-    return ", ".join(facts)
-
-
-def _below(text: Text) -> Padding:
-    return Padding(text, (0, 0, 0, 4))
 
 
 def _address(name: str, index: str, run: str) -> tuple[str, str] | None:

@@ -17,6 +17,7 @@
     convert        a recipe from the configuration of TRL or verl (api.cli.convert)
     export         a checkpoint as a folder for others, and on the Hub (api.cli.results.export)
     compare        runs beside each other (api.cli.results.compare)
+    samples        what a run was trained on (api.cli.results.samples)
     pairs          preference pairs of a run's samples (api.cli.pairs)
 
 Exit codes are in api.cli.common.exit_codes and docs/runs.md.
@@ -90,6 +91,11 @@ COMMANDS = {
     "track": (
         "api.cli.track:track_command",
         "Show a run in TensorBoard, MLflow or W&B, while it goes on or afterwards.",
+    ),
+    "samples": (
+        "api.cli.results.samples:samples_command",
+        "Print what a run was trained on: prompts, responses, rewards and what was computed of "
+        "them.",
     ),
     "serve": (
         "api.cli.service.serve:serve_command",

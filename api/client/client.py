@@ -50,13 +50,12 @@ from api.schemas.runs import (
     RecipesView,
     RunPage,
     RunView,
-    SamplePage,
-    SampleView,
     StagesView,
     StoredRecipe,
     WaitingView,
     WhatIfView,
 )
+from api.schemas.samples import SamplePage, SampleView
 from pipeline.data.events import ENDED, Event, order
 
 T = TypeVar("T")
@@ -213,26 +212,27 @@ class Client(Transport):
         return await self._get(WaitingView, self._run(run, "waiting"))
 
     async def samples(
-        self,
-        run: str,
-        *,
-        step: int | None = None,
-        reward_min: float | None = None,
-        reward_max: float | None = None,
-        staleness_min: int | None = None,
-        limit: int | None = None,
+        self, run: str, *, limit: int | None = None, **filters: Any
     ) -> AsyncGenerator[SampleView]:
         """Yield trained samples that match the filters, at most ``limit``; read a page when it is
-        needed."""
-        query = {
-            "step": step,
-            "reward_min": reward_min,
-            "reward_max": reward_max,
-            "staleness_min": staleness_min,
-        }
-        async for page in self._pages(SamplePage, self._run(run, "samples"), query, limit):
+        needed. ``filters``: the fields of SampleFilter in api.schemas.samples, as ``step=3`` or
+        ``where="length>400"``; and ``best`` and ``worst``, as for :meth:`sample_pages`."""
+        async for page in self.sample_pages(run, limit=limit, **filters):
             for sample in page.samples:
                 yield sample
+
+    async def sample_pages(
+        self, run: str, *, limit: int | None = None, **filters: Any
+    ) -> AsyncGenerator[SamplePage]:
+        """Yield pages of samples as :meth:`samples` does, with how far each has looked.
+
+        With ``best`` or ``worst``, numbers of samples by reward, there is one page, of the newest
+        steps.
+        """
+        async for page in self._pages(SamplePage, self._run(run, "samples"), filters, limit):
+            yield page
+            if filters.get("best") or filters.get("worst"):
+                return
 
     async def checkpoints(self, run: str) -> list[CheckpointView]:
         """Return the checkpoints that the run has written and still has."""
@@ -495,6 +495,7 @@ class SyncClient:
     stages = _blocking(Client.stages)
     waiting = _blocking(Client.waiting)
     samples = _iterating(Client.samples)
+    sample_pages = _iterating(Client.sample_pages)
     checkpoints = _blocking(Client.checkpoints)
     logs = _blocking(Client.logs)
     metrics = _blocking(Client.metrics)

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
 
-from api.schemas.text import Text
 from orchestration.recipe.checks.examples import ExamplePrompt
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import Plan
@@ -353,69 +352,6 @@ class CheckedRecipe(BaseModel):
 
 class Schema(RootModel[dict[str, Any]]):
     """A JSON Schema, draft 2020-12."""
-
-
-class SampleSegment(BaseModel):
-    """A turn of the policy, or what an environment answered."""
-
-    generated: bool = Field(description="By the policy, and trained; else observed.")
-    tokens: int
-    text: Text
-    reward: float | None = Field(description="Of a turn. Null where there is none.")
-    pieces: list[tuple[int, int, Text]] = Field(
-        [], description="Of a turn: policy version, tokens and their text, in order."
-    )
-    calls: list[dict[str, Any]] = Field(
-        [], description="Of a turn: calls of tools that are JSON between `<tool_call>` and its end."
-    )
-    seconds: dict[str, float | None] = Field(
-        {}, description="Of a turn: in the `engine`, `waiting`, in the `environment`."
-    )
-    branch: int = Field(0, description="Of a trajectory: its program begins one as it goes back.")
-    shares: int | None = Field(
-        None, description="Of a branch's first part: tokens of others that it goes on from."
-    )
-
-
-class SampleView(BaseModel):
-    """A sample that was trained."""
-
-    group: int
-    place: int = Field(description="In its group.")
-    step: int = Field(description="That trained it.")
-    prompt: Text
-    response: Text
-    reward: float | None = Field(
-        description="Null where no reward function applies, or there is none."
-    )
-    rewards: dict[str, float | None] = Field(
-        description="Of each function; null where it failed or does not apply."
-    )
-    failed: list[str] = Field(
-        [], description="Reward functions that failed on it, and counted as 0."
-    )
-    advantage: float | None
-    tokens: int = Field(description="Of the response that the policy has generated.")
-    versions: list[tuple[int, int]] = Field(
-        description="Policy version and tokens, in the response's order; version -1: observed."
-    )
-    segments: list[SampleSegment] = Field(
-        [], description="Of a response with turns: these and the observations, in order."
-    )
-    staleness: int
-    truncated: bool
-    ending: str = Field("", description="Of a trajectory: why it has ended.")
-
-
-class SamplePage(BaseModel):
-    """Newest step first.
-
-    ``next`` is the cursor of the next page (`after`), empty at the end: a page may hold fewer
-    samples than asked for, or none, and not be the last.
-    """
-
-    samples: list[SampleView]
-    next: str
 
 
 class MetricsView(BaseModel):

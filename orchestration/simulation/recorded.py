@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
 from pathlib import Path
 from statistics import fmean, median
@@ -35,7 +36,7 @@ from orchestration.simulation.forecast import forecast, margin_of, setup_of
 from orchestration.state.paths import RECIPE
 from pipeline.data.events import Event
 from pipeline.problems import Problem, ProblemError
-from stages.samples.sample_log import FOLDER, read
+from stages.samples.sample_log import FOLDER, newest
 
 FEWEST_STEPS = 4
 LAST_BYTES = 64 << 20  # of the file of events
@@ -261,7 +262,9 @@ def _lengths(folder: Path, oldest_step: int) -> list[list[int]]:
     """Tokens of the newest samples below ``folder``, by group, of ``oldest_step`` and later
     ones."""
     by_group = defaultdict[tuple[int, int], list[int]](list)
-    for sample in read(folder, lambda _: True, limit=SAMPLES, oldest_step=oldest_step)[0]:
+    for sample in islice(newest(folder), SAMPLES):
+        if sample["step"] < oldest_step:
+            break
         by_group[sample["step"], sample["group"]].append(sample["tokens"])
     return list(by_group.values())
 

@@ -1,12 +1,14 @@
 """Sample log: the newest samples that a run was trained on, as text files in the run's folder.
 
     update ── while the step is trained ──▶ Recorder.read: columns, texts ── once it is ──▶ SampleLog.add
-    FOLDER/samples/  00000001.jsonl … 00000008.jsonl  00000009.jsonl ◀── written to         newest first ──▶ read
+    FOLDER/samples/  00000001.jsonl … 00000008.jsonl  00000009.jsonl ◀── written to    newest first ──▶ newest, search
                       └ the oldest goes when all together are larger than `pipeline.keep_samples`, or the disk is nearly full
 
 A sample is one line. Samples of a step stand last first, so that reading backwards gives steps
 newest first, and each step's samples in the order of their groups. The first sample of a group has
-the prompt's row, too: ``given``, ``fields``. One with turns has its ``segments``: the turns, and what
+the prompt's row, too: ``given``, ``fields``. Numbers and texts that stages of the recipe make are its
+``columns``. One of which not all tokens are trained has its ``masked``: pieces in order, each trained
+or not, with its tokens and its text. One with turns has its ``segments`` instead: the turns, and what
 was observed between them, in order; its tokens and their logprobs; and why it has ended. The first
 one of a group then has the tokens of the prompt.
 """
@@ -19,7 +21,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +31,13 @@ from pipeline.index.client import Claim
 from stages.flow.catalogue import (
     BRANCHES,
     ENDING,
+    GIVEN,
+    MASK,
     TURN_REWARD,
     TURN_SECONDS,
     TURN_STARTS,
 )
+from stages.flow.resolver import passed_column
 from stages.samples.segments import Segment, described, segments
 
 if TYPE_CHECKING:  # samples are read by the service without torch
@@ -44,10 +49,10 @@ if TYPE_CHECKING:  # samples are read by the service without torch
 FOLDER = "samples"  # in the run's folder
 FILES = 8  # that share the room, at least
 LARGEST_FILE = 16 * 2**20  # bytes; a reader takes in a whole file
+MOST_SCANNED = 8 << 20  # bytes that one reading looks through
 # of the disk stays free: so many bytes, or this share of it if that is less
 RESERVED = 2**30
 RESERVED_SHARE = 1 / 20
-MOST_SCANNED = 8 << 20  # bytes that one reading looks through
 COLUMNS = (
     "given",
     "fields",
@@ -122,9 +127,7 @@ class SampleLog:
         for number in reversed(_files(self.folder)):
             path = _path(self.folder, number)
             lines = path.read_bytes().splitlines(keepends=True)
-            remaining = [
-                line for line in lines if (_parsed(line) or {"step": 0})["step"] <= version
-            ]
+            remaining = [line for line in lines if (parsed(line) or {"step": 0})["step"] <= version]
             if len(remaining) == len(lines):
                 return
             partial = path.with_suffix(".partial")
@@ -148,32 +151,16 @@ class SampleLog:
             total -= sizes.pop(number)
 
 
-def read(
-    folder: Path,
-    wanted: Callable[[Sample], bool],
-    *,
-    after: str = "",
-    limit: int = 50,
-    oldest_step: int = 0,
-) -> tuple[list[Sample], str]:
-    """Return the samples below ``folder`` that are ``wanted``, newest step first, and the cursor of
-    the next page ("": no more). ``after``: cursor of an earlier page. Reading ends at a step before
-    ``oldest_step``, and pauses after :data:`MOST_SCANNED` bytes, so that a page may hold few
-    samples. Raises ValueError for an invalid ``after``."""
-    samples: list[Sample] = []
+def newest(folder: Path) -> Iterator[Sample]:
+    """Yield the samples below ``folder``, newest step first, up to :data:`MOST_SCANNED` bytes of
+    them."""
     scanned = 0
-    for number, place, line in _backwards(folder, after):
+    for _, _, _, line in backwards(folder):
         scanned += len(line)
-        sample = _parsed(line)
-        if sample is None:
-            continue
-        if sample["step"] < oldest_step:
-            return samples, ""
-        if wanted(sample):
-            samples.append(sample)
-        if len(samples) == limit or scanned >= MOST_SCANNED:
-            return samples, f"{number}:{place}"
-    return samples, ""
+        if scanned > MOST_SCANNED:
+            return
+        if (sample := parsed(line)) is not None:
+            yield sample
 
 
 def groups(folder: Path) -> Iterator[list[Sample]]:
@@ -182,17 +169,18 @@ def groups(folder: Path) -> Iterator[list[Sample]]:
     One group is in memory at a time.
     """
     lines = (line for number in _files(folder) for line in _path(folder, number).open("rb"))
-    samples = (sample for line in lines if (sample := _parsed(line)) is not None)
+    samples = (sample for line in lines if (sample := parsed(line)) is not None)
     for _, members in itertools.groupby(
         samples, key=lambda sample: (sample["step"], sample["group"])
     ):
         yield sorted(members, key=lambda sample: int(sample["place"]))
 
 
-def _parsed(line: bytes) -> Sample | None:
+def parsed(line: bytes) -> Sample | None:
+    """Return the sample of a line; None where a kill cut it short."""
     try:
         sample: Sample = json.loads(line)
-    except ValueError:  # a kill cut it short
+    except ValueError:
         return None
     oldest = min((version for version, _ in sample.get("versions", ()) if version >= 0), default=-1)
     if oldest >= 0 and sample["step"] == oldest + sample["staleness"]:
@@ -200,27 +188,35 @@ def _parsed(line: bytes) -> Sample | None:
     return sample
 
 
-def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the lines from the last to the first, each with its file's number and its offset."""
-    last, _, until = after.partition(":")
-    if after and not (after.isascii() and last.isdigit() and until.isdigit()):
-        raise ValueError(
-            f"after: {after!r} is no cursor; give the one that an earlier page ended with, or none"
-        )
+def backwards(
+    folder: Path, start: tuple[int, int] | None = None, step: int | None = None
+) -> Iterator[tuple[int, int, int, bytes]]:
+    """Yield the lines below ``folder`` from the last to the first, each with its file's number and
+    the bytes at which it begins and ends. ``start``: number of a file and bytes of it, from which on
+    backwards it reads. ``step``: files with later steps alone are left out."""
     for number in reversed(_files(folder)):
-        if after and number > int(last):
+        if start is not None and number > start[0]:
             continue
+        path = _path(folder, number)
         try:
-            data = _path(folder, number).read_bytes()
+            if step is not None and _begins_after(path, step):
+                continue
+            data = path.read_bytes()
         except FileNotFoundError:  # removed meanwhile, after all older ones
             return
-        place = (
-            min(len(data), int(until)) if after and number == int(last) else data.rfind(b"\n") + 1
-        )
-        while place > 0:
-            begin = data.rfind(b"\n", 0, place - 1) + 1
-            yield number, begin, data[begin : place - 1]
-            place = begin
+        end = data.rfind(b"\n") + 1
+        if start is not None and number == start[0]:
+            end = min(len(data), start[1])
+        while end > 0:
+            begin = data.rfind(b"\n", 0, end - 1) + 1
+            yield number, begin, end, data[begin : end - 1]
+            end = begin
+
+
+def _begins_after(path: Path, step: int) -> bool:
+    with path.open("rb") as file:
+        first = parsed(file.readline())
+    return first is not None and first["step"] > step
 
 
 def _files(folder: Path) -> list[int]:
@@ -257,8 +253,21 @@ class Recorder:
             for name in (*COLUMNS, *(TRAJECTORY_COLUMNS if TURN_STARTS in schema else ()))
             if name in schema and (name != "advantage" or schema[name].shape == ())
         ]
-        rows = await self.dock.fetch(claim, names)
+        if MASK in schema and TURN_STARTS not in schema:
+            names.append(MASK)
+        rows = await self.dock.fetch(claim, [*names, *self._own_columns()])
         return await asyncio.to_thread(self._samples, step, claim, stale, rows)
+
+    def _own_columns(self) -> list[str]:
+        """Return the columns of numbers and texts beside those that every run has."""
+        known = {*COLUMNS, GIVEN, ENDING}
+        return [
+            column.name
+            for column in self.dock.schema.columns
+            if (column.shape == () or column.dtype == "utf8")
+            and column.name not in known
+            and not column.name.startswith(passed_column(""))
+        ]
 
     async def write(self, samples: Sequence[Sample]) -> None:
         if samples and not self.stopped:
@@ -303,6 +312,8 @@ class Recorder:
                 columns["reward"][at] = None
             for at, column in failed.nonzero().tolist():
                 failures[at].append(self.rewards[column])
+        own = {name: plain_values(rows[name]) for name in self._own_columns()}
+        masks = plain_values(rows[MASK]) if MASK in rows else [()] * len(ids)
         has_turns = TURN_STARTS in rows
         trajectories = {
             name: plain_values(rows[name])
@@ -330,10 +341,16 @@ class Recorder:
                 "response": str(self.tokenizer.decode(ids[at], skip_special_tokens=True)),
                 "reward": columns["reward"][at],
                 "rewards": {
-                    name: None if math.isnan(score) else score
+                    name: _known(score)
                     for name, score in zip(self.rewards, columns["scores"][at] or (), strict=False)
                 },
                 **({"failed": failures[at]} if failures[at] else {}),
+                **(
+                    {"columns": {name: _known(column[at]) for name, column in own.items()}}
+                    if own
+                    else {}
+                ),
+                **({"masked": pieces} if (pieces := self._masked(ids[at], masks[at])) else {}),
                 "advantage": columns["advantage"][at],
                 "tokens": handles[at].tokens,
                 "versions": [list(pair) for pair in pairs[at]],
@@ -350,6 +367,20 @@ class Recorder:
             for at in order
         ]
 
+    def _masked(self, ids: Sequence[int], mask: Sequence[bool]) -> list[tuple[bool, int, str]]:
+        """Return the pieces of a response, trained or not, with their tokens and texts; none where
+        all of it is trained."""
+        if all(mask):
+            return []
+        pieces = []
+        for is_trained, group in itertools.groupby(
+            zip(mask, ids, strict=True), lambda pair: pair[0]
+        ):
+            piece = [token for _, token in group]
+            text = str(self.tokenizer.decode(piece, skip_special_tokens=True))
+            pieces.append((is_trained, len(piece), text))
+        return pieces
+
     def _trajectory(self, columns: dict[str, Any]) -> dict[str, Any]:
         """Return what is recorded of a row with these ``columns`` as a trajectory; {}: it is none."""
         if not columns:
@@ -365,6 +396,11 @@ class Recorder:
             # as many digits as tell numbers of 32 bits apart
             "logprobs": [float(f"{logprob:.9g}") for logprob in columns["rollout_logprobs"]],
         }
+
+
+def _known(value: Any) -> Any:
+    """Return ``value``, and None for a number that is not finite, which JSON has not."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _last_generated(ids: Sequence[int], parts: Sequence[Segment]) -> int | None:

@@ -256,7 +256,7 @@ async def test_two_requests_may_close_idle_sessions_at_once(tmp_path: Path) -> N
 
 
 def test_a_sample_whose_text_is_no_text_is_shown() -> None:
-    from api.schemas.runs import SampleView
+    from api.schemas.samples import SampleView
 
     required = {
         "group": 0,

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from stages.samples import sample_log as sample_log
-from stages.samples.sample_log import FILES, FOLDER, SampleLog, read
+from stages.samples import search as sample_search
+from stages.samples.sample_log import FILES, FOLDER, SampleLog, newest
+from stages.samples.search import SearchPage, search
 from tests.orchestration.runs import MOCK, complete, recipe
 
 
@@ -35,13 +37,19 @@ def sample(step: int, place: int, size: int = 0) -> dict[str, Any]:
     }
 
 
+def found_in(folder: Path, **options: Any) -> SearchPage:
+    return search(folder, lambda sample, row: True, **options)
+
+
 def all_of(folder: Path, limit: int = 3, **options: Any) -> list[dict[str, Any]]:
-    """All pages."""
-    found, after = read(folder, lambda sample: True, limit=limit, **options)
-    while after:
-        page, after = read(folder, lambda sample: True, limit=limit, after=after, **options)
-        found += page
-    return found
+    """What was added, of all pages."""
+    page = found_in(folder, limit=limit, **options)
+    found = page.samples
+    while page.next:
+        page = found_in(folder, limit=limit, after=page.next, **options)
+        found += page.samples
+    added = ("step", "group", "place", "response", "reward")
+    return [{name: one[name] for name in added} for one in found]
 
 
 @given(
@@ -148,26 +156,82 @@ def test_no_file_is_larger_than_a_reader_takes_in(
 def test_looking_ends_where_nothing_more_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sample_log, "LARGEST_FILE", 500)
     book = SampleLog(tmp_path, 1 << 20)
     for step in range(20):
         book.add([sample(step, place, 20) for place in range(4)])
-    found, after = read(tmp_path, lambda sample: sample["step"] == 18, oldest_step=18)
-    assert ([one["step"] for one in found], after) == ([18] * 4, "")
+    page = found_in(tmp_path, step=7)
+    assert [one["step"] for one in page.samples] == [7] * 4
+    assert (page.next, page.looked, page.steps) == ("", 4, (7, 7))
+    monkeypatch.setattr(sample_search, "MOST_SCANNED", 500)
+    page = search(tmp_path, lambda sample, row: False)
+    assert page.samples == []
+    assert page.looked < 10
+    assert page.next, "a long look must pause and say where to go on"
     monkeypatch.setattr(sample_log, "MOST_SCANNED", 500)
-    none, after = read(tmp_path, lambda sample: False)
-    assert none == []
-    assert after, "a long look must pause and say where to go on"
-    assert read(tmp_path / "absent", lambda sample: True) == ([], "")
-    for wrong in ("x", "1", "1:", ":1", "1:-1"):
+    assert len([*newest(tmp_path)]) < 10
+    assert found_in(tmp_path / "absent") == SearchPage()
+    for wrong in ("x", "1", "1:", ":1", "1:-1", "1:2", "1:2:x", "1:2:3:4"):
         with pytest.raises(ValueError, match="is no cursor"):
-            read(tmp_path, lambda sample: True, after=wrong)
+            found_in(tmp_path, after=wrong)
+
+
+@given(
+    rewards=st.lists(st.none() | st.sampled_from([0.0, 0.5, 1.0, float("nan")]), max_size=30),
+    best=st.integers(0, 4),
+    worst=st.integers(0, 4),
+    kept=st.integers(1, 9),
+)
+def test_the_best_and_the_worst_are_those_of_all_and_of_equals_the_newest(
+    tmp_path_factory: pytest.TempPathFactory,
+    rewards: list[float | None],
+    best: int,
+    worst: int,
+    kept: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("book")
+    book = SampleLog(folder, 1 << 20)
+    for step, reward in enumerate(rewards):
+        book.add([sample(step, 0) | {"reward": reward}])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_search, "PRUNED_AT", best + worst + kept)
+        page = found_in(folder, best=best, worst=worst, limit=1000)
+    scored = [(reward, step) for step, reward in enumerate(rewards) if reward in (0, 0.5, 1)]
+    if not best and not worst:
+        assert len(page.samples) == len(rewards)
+        return
+    top = sorted(scored, reverse=True)[:best]
+    rest = [entry for entry in scored if entry not in top]
+    bottom = sorted(rest, key=lambda entry: (entry[0], -entry[1]))[:worst]
+    assert [(one["reward"], one["step"]) for one in page.samples] == top + bottom[::-1]
+    assert page.looked == len(rewards)
+
+
+@given(members=st.integers(1, 5), limit=st.integers(1, 7))
+def test_each_sample_has_its_prompts_row_on_whatever_page_it_is(
+    tmp_path_factory: pytest.TempPathFactory, members: int, limit: int
+) -> None:
+    """It is recorded with the first one of a group."""
+    folder = tmp_path_factory.mktemp("book")
+    book = SampleLog(folder, 1 << 20)
+    for step in range(4):
+        group = [sample(step, place) | {"group": step} for place in range(members)]
+        group[0]["fields"] = {"answer": step}
+        book.add(group)
+    page = found_in(folder, limit=limit)
+    found = page.samples
+    while page.next:
+        page = found_in(folder, limit=limit, after=page.next)
+        found += page.samples
+    assert len(found) == 4 * members
+    assert all(one["fields"] == {"answer": one["step"]} for one in found)
 
 
 async def test_a_run_records_what_it_was_trained_on(tmp_path: Path) -> None:
     made = Execution(RunFolder.create(recipe(MOCK, checkpoint__every=1), tmp_path / "run"))
     watched, result = await complete(made)
     assert result.state == "finished"
-    found = all_of(tmp_path / "run" / FOLDER, limit=200)
+    found = [*newest(tmp_path / "run" / FOLDER)]
     steps = {event["step"]: event for event in watched.of("step")}
     assert [one["step"] for one in found] == sorted((one["step"] for one in found), reverse=True)
     assert len(found) == sum(event["rows"] for event in steps.values()) == 6 * 16

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from api.client import Client, ServiceError
-    from api.schemas.runs import RunView, SampleView, StagesView
+    from api.schemas.runs import RunView, StagesView
     from orchestration.state.registry import Ask
     from pipeline.index.client import Index
 
@@ -286,46 +286,6 @@ def logs(
 
 
 @runs_app.command()
-def samples(
-    run: RunArgument,
-    step: Annotated[
-        int | None, typer.Option(min=0, help="Only those trained in this step.")
-    ] = None,
-    reward_min: Annotated[
-        float | None, typer.Option(help="Only those with at least this reward.")
-    ] = None,
-    reward_max: Annotated[
-        float | None, typer.Option(help="Only those with at most this reward.")
-    ] = None,
-    staleness_min: Annotated[
-        int | None, typer.Option(min=0, help="Only those at least so stale.")
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 10,
-    as_json: JsonOption = False,
-    server: ServerOption = DEFAULT_SERVER,
-) -> None:
-    """Look at prompts, responses and their rewards."""
-    filters = {
-        "step": step,
-        "reward_min": reward_min,
-        "reward_max": reward_max,
-        "staleness_min": staleness_min,
-    }
-
-    async def listed(client: Client) -> list[SampleView]:
-        return [sample async for sample in client.samples(run, limit=limit, **filters)]  # type: ignore[arg-type]
-
-    trained_samples = ask(server, listed, run)
-    if as_json:
-        return print_json([sample.model_dump(mode="json") for sample in trained_samples])
-    console = safe_console()
-    for sample in trained_samples:
-        _print_sample(sample, console)
-    if not trained_samples:
-        complain("No trained samples fit.")
-
-
-@runs_app.command()
 def delete(
     run: RunArgument,
     old_checkpoints: Annotated[
@@ -537,31 +497,6 @@ def run_table(run: RunView, now: float, stages: StagesView) -> Table:
         ("tags", " ".join(run.tags)),
         ("notes", run.notes),
         pad_edge=False,
-    )
-
-
-def _print_sample(sample: SampleView, console: Console) -> None:
-    from api.terminal.numbers import number
-
-    versions = " ".join(
-        f"v{version}×{tokens}" if version >= 0 else f"observed×{tokens}"
-        for version, tokens in sample.versions
-    )
-    title = (
-        f"group {sample.group} #{sample.place}  step {sample.step}  reward "
-        f"{number(sample.reward, '.3f')}  advantage {number(sample.advantage, '.3f')}  staleness "
-        f"{sample.staleness}  {versions}"
-    )
-    if console.is_terminal:
-        console.rule(title, style="dim", align="left")
-    else:
-        console.print(title, markup=False, highlight=False, soft_wrap=True)
-    console.print(sample.prompt, style="dim", markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        sample.response + (" …" if sample.truncated else ""),
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
 
 

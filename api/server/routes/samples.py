@@ -3,44 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-from pydantic import Field
-
-from api.schemas.runs import RunPath, SamplePage, SampleView
+from api.schemas.runs import RunPath
+from api.schemas.samples import SamplePage, SamplesQuery, SampleView
 from api.server.http.problems import HTTPProblem
-from api.server.service.operations import Strict, operation
+from api.server.service.operations import operation
 from api.server.service.service import Service
-from stages.samples.sample_log import FOLDER, Sample, read
-
-
-class SamplesQuery(Strict):
-    step: int | None = Field(None, ge=0, le=2**31, description="Only of this optimizer step.")
-    reward_min: float | None = Field(None, description="Only with at least this reward.")
-    reward_max: float | None = Field(None, description="Only with at most this reward.")
-    staleness_min: int | None = Field(
-        None, ge=0, le=2**31, description="Only at least so many versions old."
-    )
-    limit: int = Field(50, ge=1, le=200)
-    after: str = Field("", max_length=40, description="`next` of the page before.")
-
-    def wants(self, sample: Sample) -> bool:
-        return (
-            (self.step is None or sample["step"] == self.step)
-            and self._has_reward(sample["reward"])
-            and (self.staleness_min is None or sample["staleness"] >= self.staleness_min)
-        )
-
-    def _has_reward(self, reward: float | None) -> bool:
-        if self.reward_min is None and self.reward_max is None:
-            return True
-        least = self.reward_min
-        most = self.reward_max
-        return (
-            reward is not None
-            and (least is None or reward >= least)
-            and (most is None or reward <= most)
-        )
+from stages.samples.sample_log import FOLDER
+from stages.samples.search import search
 
 
 @operation(
@@ -52,23 +22,42 @@ class SamplesQuery(Strict):
     errors=(400, 404),
 )
 async def samples(service: Service, path: RunPath, query: SamplesQuery) -> SamplePage:
-    """Those that `pipeline.keep_samples` has room for."""
+    """Those that `pipeline.keep_samples` has room for.
+
+    A page looks at 8 MiB of them, or with `best` or `worst` at 64 MiB.
+    """
     folder = service.folder(await service.registry.get(path.run)) / FOLDER
-    options: dict[str, Any] = {
-        "after": query.after,
-        "limit": query.limit,
-        "oldest_step": query.step or 0,
-    }
-    try:
-        page, after = await asyncio.to_thread(read, folder, query.wants, **options)
-    except ValueError as error:
-        fix = "give `next` of the page before, or nothing"
+    async with service.searches:
+        try:
+            page = await asyncio.to_thread(
+                search,
+                folder,
+                query.wants,
+                after=query.after,
+                limit=query.limit,
+                step=query.step,
+                best=query.best,
+                worst=query.worst,
+            )
+        except ValueError as error:
+            raise HTTPProblem(
+                400,
+                "This is no cursor.",
+                kind="cursor",
+                field="query.after",
+                value=query.after,
+                fix="give `next` of the page before, or nothing",
+            ) from error
+    names = [condition.column for condition in query.conditions]
+    unknown = [name for name in names if name not in page.columns]
+    if unknown and page.looked and not query.after:
         raise HTTPProblem(
             400,
-            "This is no cursor.",
-            kind="cursor",
-            field="query.after",
-            value=query.after,
-            fix=fix,
-        ) from error
-    return SamplePage(samples=[SampleView.model_validate(sample) for sample in page], next=after)
+            f"No sample has a column {unknown[0]!r}.",
+            kind="column",
+            field="query.where",
+            value=query.where,
+            fix=f"name one of {', '.join(sorted(page.columns))}",
+        )
+    views = [SampleView.model_validate(sample) for sample in page.samples]
+    return SamplePage(samples=views, next=page.next, looked=page.looked, steps=page.steps)

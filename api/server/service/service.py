@@ -42,6 +42,7 @@ PRINCIPAL = web.RequestKey("principal", Token)
 MOST_OWNERS = 10_000  # of runs that are remembered
 GIVEN_UP_SECONDS = 60.0  # after a run's end; those who follow it have read its last events by then
 GIVEN_UP_AT_ONCE = 100  # runs
+SEARCHES = 2  # in samples at once: each computes, in a thread, for as long as a second
 
 
 class Service:
@@ -62,6 +63,7 @@ class Service:
         self.checks = checks or Checks()
         self._owns_checks = checks is None
         self.closing = asyncio.Event()
+        self.searches = asyncio.Semaphore(SEARCHES)
         self.run_statuses = RunStatuses()
         self.external_sessions = ExternalSessions(settings.data, registry)
         folders = {name: str(folder) for name, folder in settings.checkpoints.items()}

@@ -46,7 +46,7 @@ async def client(served: Served) -> AsyncGenerator[Client, None]:
 
 def asyncdock(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "api.cli.main", "runs", *arguments],
+        [sys.executable, "-P", "-m", "api.cli.main", *arguments],
         env={**environment(), "ASYNCDOCK_SERVER": url, "ASYNCDOCK_TOKEN": ""},
         capture_output=True,
         text=True,
@@ -160,26 +160,26 @@ async def test_the_commands_drive_a_run_from_its_start_to_its_deletion(served: S
         sets = [
             f"--set={text}" for text in ("train.steps=3", "name=walked", "launch.launcher=inline")
         ]
-        started = asyncdock(served.url, "start", "mock", *sets, "--watch")
+        started = asyncdock(served.url, "runs", "start", "mock", *sets, "--watch")
         assert started.returncode == 0, started.stderr
         assert "step 3/3  reward " in started.stdout
         run = started.stdout.splitlines()[-1].removesuffix(": finished")
-        shown = json.loads(asyncdock(served.url, "show", run, "--json").stdout)
+        shown = json.loads(asyncdock(served.url, "runs", "show", run, "--json").stdout)
         assert (shown["state"], shown["steps_done"], shown["name"]) == ("finished", 3, "walked")
-        assert run in asyncdock(served.url, "list", "--name", "walked").stdout
+        assert run in asyncdock(served.url, "runs", "list", "--name", "walked").stdout
         assert asyncdock(served.url, "samples", run, "--limit", "2").stdout.count("staleness") == 2
-        again = asyncdock(served.url, "watch", run, "--json")
+        again = asyncdock(served.url, "runs", "watch", run, "--json")
         kinds = [json.loads(line)["kind"] for line in again.stdout.splitlines()]
         assert (again.returncode, kinds.count("step")) == (0, 3)
-        late = asyncdock(served.url, "pause", run)
+        late = asyncdock(served.url, "runs", "pause", run)
         assert late.returncode == 1
         assert late.stderr.startswith("error: ")
-        wrong = asyncdock(served.url, "start", "mock", "--set", "train.stepz=3")
+        wrong = asyncdock(served.url, "runs", "start", "mock", "--set", "train.stepz=3")
         assert wrong.returncode == 2
         assert "train.stepz = 3: " in wrong.stderr
         assert "did you mean 'steps'?" in wrong.stderr
-        assert asyncdock(served.url, "delete", run, "--yes").returncode == 0
-        assert asyncdock(served.url, "show", run).returncode == 2
+        assert asyncdock(served.url, "runs", "delete", run, "--yes").returncode == 0
+        assert asyncdock(served.url, "runs", "show", run).returncode == 2
 
     await asyncio.to_thread(walk)
 

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.cli.service import runs as runs_cli
-from api.schemas.runs import RunView, SampleView, StagesView
+from api.schemas.runs import RunView, StagesView
+from api.schemas.samples import SamplePage, SampleView
 from api.telemetry.progress import Progress
 from api.terminal.live import LiveView
 from api.terminal.report import summarize, summary_table
@@ -92,8 +93,8 @@ def service(monkeypatch: pytest.MonkeyPatch) -> None:
 
         async def __aexit__(self, *_: object) -> None: ...
 
-        async def samples(self, *_: Any, **__: Any) -> Any:
-            yield sample()
+        async def sample_pages(self, *_: Any, **__: Any) -> Any:
+            yield SamplePage(samples=[sample()], next="", looked=1, steps=(2, 2))
 
         async def runs(self, **_: Any) -> Any:
             yield run()
@@ -119,25 +120,25 @@ def service(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ["samples", "run"],
         ["samples", "run", "--json"],
-        ["list"],
-        ["list", "--json"],
-        ["show", "run"],
-        ["show", "run", "--json"],
-        ["stop", "run"],
-        ["stop", "run", "--json"],
-        ["logs", "run"],
-        ["logs", "run", "--json"],
+        ["runs", "list"],
+        ["runs", "list", "--json"],
+        ["runs", "show", "run"],
+        ["runs", "show", "run", "--json"],
+        ["runs", "stop", "run"],
+        ["runs", "stop", "run", "--json"],
+        ["runs", "logs", "run"],
+        ["runs", "logs", "run", "--json"],
     ],
 )
 def test_no_command_about_runs_sends_a_terminal_anything_but_text(
     command: list[str], terminal: bool, service: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
-    done = CliRunner().invoke(app, ["runs", *command])
+    done = CliRunner().invoke(app, command)
     assert (done.exit_code, done.exception) == (0, None), done.output
     shown = done.stdout + done.stderr
     assert safe(shown), repr(UNSAFE.findall(shown))
-    if command[0] not in ("list", "stop"):
+    if command[1] not in ("list", "stop"):
         assert "good\\u001b[2J" in shown, "it is shown all the same"
     if "--json" in command:
         assert json.loads(done.stdout) is not None

@@ -13,7 +13,7 @@ import pytest
 from orchestration.recipe.loading.load import load_recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from stages.samples.sample_log import FOLDER, read
+from stages.samples.sample_log import FOLDER, newest
 from tests.orchestration.rewards.faulty import ATTACKS, HARMED, attack_of, early_share
 from tests.orchestration.run.test_flow import assert_filled
 from tests.orchestration.run.test_run import (
@@ -69,7 +69,7 @@ async def test_all_attacks_together_harm_their_own_samples_alone_and_the_run_lea
     watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
-    samples, _ = read(tmp_path / "run" / FOLDER, lambda _: True, limit=1000)
+    samples = [*newest(tmp_path / "run" / FOLDER)]
     assert len(samples) == 24 * 4 * 4
     made = collections.Counter(attack_of(sample["response"]) for sample in samples)
     assert made.keys() >= set(ATTACKS.values()), made
@@ -131,7 +131,7 @@ async def test_a_failure_costs_what_the_recipe_says(on_error: str, tmp_path: Pat
     else:
         assert result.state == "finished", result.reason
         assert watched.of("ledger")[-1].get("dropped", {}) == {}
-        samples, _ = read(tmp_path / "run" / FOLDER, lambda _: True, limit=1000)
+        samples = [*newest(tmp_path / "run" / FOLDER)]
         for step in watched.of("step"):
             members = [sample for sample in samples if sample["step"] == step["step"]]
             scored = [sample["reward"] for sample in members if "failed" not in sample]

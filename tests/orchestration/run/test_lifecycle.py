@@ -28,7 +28,7 @@ from orchestration.workers.engines import rollout_engine, train_engine
 from pipeline.data.events import Event, LedgerEvent
 from pipeline.index.embedded import EmbeddedIndex
 from stages.engines.torch.rollout import TorchRolloutEngine
-from stages.samples.sample_log import SampleLog, read
+from stages.samples.sample_log import SampleLog, newest
 from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
 from tests.orchestration.services import serving
 
@@ -348,8 +348,7 @@ def test_samples_of_steps_that_are_made_again_stand_once(tmp_path: Path) -> None
         book.add([{"step": step, "group": step, "place": 0, "response": "old"}])
     book.rewind(3)
     book.add([{"step": 4, "group": 4, "place": 0, "response": "new"}])
-    found, _ = read(tmp_path, lambda sample: True)
-    assert [(sample["step"], sample["response"]) for sample in found] == [
+    assert [(sample["step"], sample["response"]) for sample in newest(tmp_path)] == [
         (4, "new"),
         (3, "old"),
         (2, "old"),

@@ -26,7 +26,7 @@ from orchestration.run.folder import RunFolder
 from stages.model.load import Tokenizer, load_tokenizer
 from stages.prompts.rows.options import PromptLimits, PromptOptions
 from stages.prompts.sources import LARGEST_BLOCK, load_prompts, places_of
-from stages.samples.sample_log import FOLDER, read
+from stages.samples.sample_log import FOLDER, newest
 from tests.forked import ROOT, asyncdock
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import TINY, complete, recipe
@@ -217,7 +217,7 @@ async def test_a_killed_run_goes_on_with_the_prompts_of_one_that_was_never_kille
     expected = load_prompts(
         of.prompts, load_tokenizer("tiny"), of.seed, limits=PromptLimits(508)
     ).train
-    samples, _ = read(out / FOLDER, lambda sample: True, limit=10_000)
+    samples = [*newest(out / FOLDER)]
     groups = {sample["group"]: sample["prompt"] for sample in samples}
     assert sorted(groups) == list(range(12 * 4))
     assert groups == {number: expected.prompt(number).given for number in groups}

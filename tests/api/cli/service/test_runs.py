@@ -169,7 +169,7 @@ def test_logs_and_samples(service: Service) -> None:
         "lines"
     ] == ["one", "two"]
     assert service.requests[-1].query == {"worker": "rollout-0", "lines": "200"}
-    assert asyncdock("runs", "samples", RUN)[2] == "No trained samples fit.\n"
+    assert asyncdock("samples", RUN)[2].startswith("No samples: the run has trained no step yet")
     sample = {
         "group": 12,
         "place": 3,
@@ -188,18 +188,17 @@ def test_logs_and_samples(service: Service) -> None:
     }
     service.samples = [sample | {"place": place} for place in range(12)]
     code, out, _ = asyncdock(
-        "runs", "samples", RUN, "--step", "5", "--reward-min", "0.5", "--limit", "11"
+        "samples", RUN, "--step", "5", "--reward-min", "0.5", "--where", "length>3", "--limit", "11"
     )
     assert code == FINISHED
-    assert out.count("reward 0.750") == 11
-    for text in ("group 12 #3", "staleness 1", "v4×2 v5×4", "[b]=", "[bbb] …"):
-        assert text in out
-    assert dict(service.requests[-1].query) | {"limit": ""} == {
-        "step": "5",
-        "reward_min": "0.5",
-        "limit": "",
-    }
-    assert len(json.loads(asyncdock("runs", "samples", RUN, "--json")[1])) == 10
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["place"] for row in rows] == [*range(11)]
+    assert (rows[0]["prompt"], rows[0]["response"]) == ("[b]=", "[bbb]")
+    asked = service.requests[-1].query
+    wanted = {"step": "5", "reward_min": "0.5", "where": "length>3"}
+    assert {name: asked[name] for name in wanted} == wanted
+    assert asked.keys() - wanted.keys() <= {"limit", "after", "case", "best", "worst"}
+    assert len(asyncdock("samples", RUN, "--json")[1].splitlines()) == 10
 
 
 def test_a_run_is_deleted_when_that_is_meant(service: Service) -> None:
@@ -353,7 +352,6 @@ def test_each_refusal_has_its_exit_code(service: Service, status: int, expected:
         ["checkpoint", "x"],
         ["watch", "x"],
         ["logs", "x"],
-        ["samples", "x"],
         ["delete", "x", "--yes"],
     ],
 )
@@ -576,7 +574,14 @@ def test_completion_is_installed_by_the_command_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["runs", "list"], ["runs", "watch", RUN], ["runs", "start", "mock"]]
+    "arguments",
+    [
+        ["--help"],
+        ["runs", "list"],
+        ["samples", RUN],
+        ["runs", "watch", RUN],
+        ["runs", "start", "mock"],
+    ],
 )
 def test_no_command_that_only_asks_imports_torch(service: Service, arguments: list[str]) -> None:
     code = f"""

@@ -29,6 +29,7 @@ from orchestration.state.registry import Registry, RunRecord
 from pipeline.data.events import Event, Kind
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
+from stages.samples.row import prompt_id
 from stages.samples.sample_log import FOLDER, SampleLog
 from tests.any_event import AnyEvent
 from tests.api.serving import Client, bearer, problem, serving
@@ -433,8 +434,10 @@ async def test_samples_are_found_by_step_reward_and_staleness(
             "ending": "",
             "staleness": 2,
         },
-        **{"truncated": False, "failed": []},
+        **{"truncated": False, "failed": [], "masked": [], "columns": {}, "fields": {}},
+        "prompt_id": prompt_id("2 + 2?"),
     }
+    assert (first["looked"], first["steps"]) == (5, [2, 3])
     assert await found(after=first["next"]) == [
         (2, 1),
         (2, 2),
@@ -454,6 +457,96 @@ async def test_samples_are_found_by_step_reward_and_staleness(
     book.add([without | texts | rest])
     assert await found(step=4) == [(4, 0)]
     assert await found(step=4, reward_min=-9) == await found(step=4, reward_max=9) == []
+    assert await found(failed="true") == [(4, 0)]
+    assert len(await found(failed="false", step=3)) == 4
+    ranked = await (await client.get(f"{run.path}/samples", params={"best": 1, "worst": 2})).json()
+    order = [(sample["step"], sample["place"]) for sample in ranked["samples"]]
+    assert order == [(3, 3), (2, 0), (3, 0)], "the highest first; of equals the newest"
+    assert (ranked["looked"], ranked["steps"], ranked["next"]) == (13, [1, 4], "")
+
+
+async def test_samples_are_found_by_text_group_prompt_and_conditions_on_any_column(
+    client: Client, run: EventfulRun, tmp_path: Path
+) -> None:
+    key = f"{run.registry._index.prefix}run:{run.record.id}"
+    await run.registry._index._redis.hset(key, "folder", str(tmp_path))
+    book = SampleLog(tmp_path / FOLDER, 1 << 20)
+    for step in range(3):
+        group = [
+            {
+                **{"step": step + 1, "group": 10 + step, "place": place, "prompt": f"({step % 2}+.*"},
+                **{"response": "Stra\u00dfe (a|b)*" if place else "no", "reward": 0.5, "tokens": 3},
+                **{
+                    "rewards": {"exact": place / 2},
+                    "columns": {"judged": "well" if place else "ill"},
+                },
+                **{"advantage": 0.0, "versions": [[step, 3], [-1, 2 * place]], "staleness": 0},
+                "truncated": bool(place),
+            }
+            for place in range(2)
+        ]
+        book.add([group[0] | {"fields": {"source": "algebra", "level": step}}, group[1]])
+
+    async def found(**query: Any) -> list[tuple[int, int]]:
+        answer = await (await client.get(f"{run.path}/samples", params=query)).json()
+        return [(sample["step"], sample["place"]) for sample in answer["samples"]]
+
+    longer = [(3, 1), (2, 1), (1, 1)]
+    assert await found(group=11) == [(2, 0), (2, 1)]
+    assert await found(prompt_id=prompt_id("(0+.*"), truncated="false") == [(3, 0), (1, 0)]
+    assert await found(grep="(A|B)*") == await found(grep="strasse") == longer
+    assert await found(grep="(A|B)*", case="true") == []
+    assert await found(grep="(1+") == [(2, 0), (2, 1)]
+    assert await found(where="length>4,exact>=0.5") == longer
+    assert await found(where="judged != WELL, level = 2") == [(3, 0)]
+    assert await found(where="source=algebra,level<1,truncated=true") == [(1, 1)]
+    unknown = await problem(
+        await client.get(f"{run.path}/samples", params={"where": "exakt>0"}), 400
+    )
+    assert unknown["detail"] == "No sample has a column 'exakt'."
+    assert {"exact", "judged", "length", "level"} <= {
+        *unknown["fix"].removeprefix("name one of ").split(", ")
+    }
+    wrong = {
+        "is no condition; write a column": ("length", "length>", "a=b=c", ">3", " >3"),
+        "which is no number": ("length>3;", "judged<well"),
+    }
+    for why, conditions in wrong.items():
+        for where in conditions:
+            answer = await client.get(f"{run.path}/samples", params={"where": where})
+            assert why in json.dumps(await problem(answer, 400))
+
+
+async def test_a_search_leaves_the_server_free_for_others(
+    client: Client, run: EventfulRun, tmp_path: Path
+) -> None:
+    """Two thousand steps whose texts would keep a regular expression busy for ever."""
+    key = f"{run.registry._index.prefix}run:{run.record.id}"
+    await run.registry._index._redis.hset(key, "folder", str(tmp_path))
+    book = SampleLog(tmp_path / FOLDER, 1 << 28)
+    numbers: dict[str, Any] = {"place": 0, "reward": 0.5, "rewards": {}, "advantage": 0.0}
+    numbers |= {"tokens": 1, "versions": [[0, 1]], "staleness": 0, "truncated": False}
+    for step in range(2000):
+        book.add(
+            [{"step": step, "group": step, "prompt": "a" * 9000, "response": "a" * 9000, **numbers}]
+        )
+    looks = []
+
+    async def look() -> None:
+        while True:
+            assert (await client.get("/healthz")).status == 200
+            looks.append(1)
+
+    looking = asyncio.create_task(look())
+    query = {"grep": "(a+)+$", "worst": 5}
+    answer = await (await client.get(f"{run.path}/samples", params=query)).json()
+    looking.cancel()
+    assert answer["samples"] == []
+    assert answer["looked"] == 2000
+    assert len(looks) > 10
+    first = await (await client.get(f"{run.path}/samples", params={"grep": "(a+)+$"})).json()
+    assert first["next"]
+    assert first["looked"] < 600
 
 
 # ── trace ──

@@ -1,0 +1,155 @@
+"""``asyncdock samples``: a run's samples by any filter, on terminals of any width and in pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+from typer.testing import CliRunner
+
+from api.cli.common.exit_codes import BAD_INPUT, FINISHED
+from api.cli.main import app
+from api.schemas.samples import SampleView
+from api.terminal.samples import sample_view
+from orchestration.escapes import escaped
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
+from tests.orchestration.runs import MOCK, complete, recipe
+
+STEPS = 4
+ROWS = 16  # of a step
+LONGEST = 12  # tokens of a response: all are cut there
+HOSTILE = "good\x1b[2J\x9b31m\u202elive\r\u2066[red]bad\tend\n日本語"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended, with a stage of its own."""
+    folder = tmp_path_factory.mktemp("runs") / "judged"
+    judge = [{"use": "tests.api.cli.results.judge:Judge"}]
+    made = recipe(MOCK | {"stages": judge}, train__steps=STEPS, rollout__max_tokens=LONGEST)
+    _, result = asyncio.run(complete(Execution(RunFolder.create(made, folder))))
+    assert result.state == "finished"
+    return folder
+
+
+def samples(*words: str | Path) -> tuple[list[dict[str, Any]], str]:
+    """What is printed into a pipe, and what is said of it."""
+    done = CliRunner().invoke(app, ["samples", *map(str, words)])
+    assert done.exit_code == FINISHED, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def refused(*words: str | Path) -> str:
+    done = CliRunner().invoke(app, ["samples", *map(str, words)])
+    assert done.exit_code == BAD_INPUT, (done.stdout, done.stderr)
+    return done.stderr
+
+
+def test_a_folder_says_all_of_a_sample(run: Path) -> None:
+    rows, said = samples(run, "--limit", "3", "--column", "length", "--column", "answer")
+    assert len(rows) == 3
+    assert "; older ones were not looked at: raise --limit.\n" in said
+    for row in rows:
+        assert row["versions"][0][0] <= row["step"]
+        assert row["length"] == row["tokens"] == sum(tokens for _, tokens in row["versions"])
+        assert row["rewards"].keys() == {"spelling"}
+        assert row["answer"] == row["fields"]["answer"]
+        odd = row["length"] % 2 == 1
+        assert row["columns"] == {"row_weight": 1.0 + odd, "verdict": "odd" if odd else "even"}
+        assert [(is_trained, tokens) for is_trained, tokens, _ in row["masked"]] == [
+            (False, 1),
+            *([(True, row["length"] - 1)] if row["length"] > 1 else []),
+        ]
+        assert "".join(text for _, _, text in row["masked"]) == row["response"]
+
+
+def test_filters_are_those_of_all_samples(run: Path) -> None:
+    every, said = samples(run, "--limit", "1000")
+    steps = sorted({row["step"] for row in every})
+    assert len(every) == STEPS * ROWS == len({(row["group"], row["place"]) for row in every})
+    assert said == f"{len(every)} of {len(every)} samples of steps {steps[0]} to {steps[-1]}.\n"
+
+    def fit(holds: Any) -> list[dict[str, Any]]:
+        return [row for row in every if holds(row)]
+
+    assert samples(run, "--step", steps[1])[0] == fit(lambda row: row["step"] == steps[1])[:10]
+    group = every[20]["group"]
+    assert samples(run, "--group", group)[0] == fit(lambda row: row["group"] == group)
+    of_prompt = every[5]["prompt_id"]
+    same = fit(lambda row: row["prompt"] == every[5]["prompt"])
+    assert samples(run, "--prompt", of_prompt, "--limit", "1000")[0] == same
+    text = every[7]["response"][2:6].upper()
+    assert every[7] in samples(run, "--grep", text, "--limit", "1000")[0]
+    cut = fit(lambda row: row["truncated"])
+    assert samples(run, "--truncated", "--limit", "1000")[0] == cut
+    assert len(samples(run, "--no-truncated", "--limit", "1000")[0]) == len(every) - len(cut)
+    assert samples(run, "--failed")[0] == []
+    odd = fit(lambda row: row["columns"]["verdict"] == "odd" and row["rewards"]["spelling"] < 0.5)
+    where = ("--where", "verdict=ODD", "--where", "spelling<0.5")
+    assert samples(run, *where, "--limit", "1000")[0] == odd
+    rewards = sorted((row["reward"] for row in every), reverse=True)
+    ranked, said = samples(run, "--best", "3", "--worst", "2")
+    assert [row["reward"] for row in ranked] == [*rewards[:3], *rewards[-2:]]
+    assert said.startswith(f"5 of {len(every)} samples")
+    assert samples(run, "--step", "900")[1].startswith("No samples: ")
+
+
+def test_what_a_run_does_not_have_is_refused_with_what_it_has(run: Path) -> None:
+    said = refused(run, "--column", "lenght")
+    assert "--column = 'lenght': no sample has it; did you mean length? There are " in said
+    assert "spelling" in said
+    assert "verdict" in said
+    said = refused(run, "--where", "verdicts=odd")
+    assert "No sample has a column 'verdicts'" in said
+    assert "verdict" in said
+    assert "is no condition" in refused(run, "--where", "length")
+
+
+def test_a_terminal_gets_texts_and_a_program_that_asks_for_json_lines_these(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    done = CliRunner().invoke(app, ["samples", str(run), "--limit", "2", "--column", "length"])
+    assert done.exit_code == FINISHED
+    for text in ("group", "reward", "advantage", "made by", "verdict", "length", "\x1b["):
+        assert text in done.stdout
+    rows, _ = samples(run, "--limit", "2", "--json")
+    assert len(rows) == 2
+
+
+def sample(text: str, **more: Any) -> SampleView:
+    numbers: dict[str, Any] = {"group": 1, "place": 0, "step": 2, "reward": 0.5, "advantage": -1.0}
+    numbers |= {"tokens": 4, "versions": [(1, 4)], "staleness": 0, "truncated": True}
+    return SampleView.model_validate(
+        {**numbers, "rewards": {text: 0.5, "b": None}, "prompt": text, "response": text, **more}
+    )
+
+
+@given(
+    text=st.text(max_size=80).map(lambda text: HOSTILE + text),
+    width=st.integers(20, 200),
+)
+def test_nothing_is_wider_than_the_terminal_or_acts_on_it(text: str, width: int) -> None:
+    turn = {"generated": True, "tokens": 9, "text": text, "reward": 0.5, "pieces": [(3, 9, text)]}
+    turn |= {"calls": [{"name": text, "arguments": {text: 1}}], "seconds": {"engine": 1.0}}
+    observed = {"generated": False, "tokens": 1, "text": text, "reward": None}
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    for view in (
+        sample(text, failed=[text], columns={text: text}, fields={"a": {text: text}}),
+        sample(text, segments=[turn, observed], ending=text),
+        sample(text, masked=[(True, 2, text), (False, 2, text)]),
+    ):
+        console.print(sample_view(view, ["length", "a", "absent"]))
+    assert isinstance(console.file, io.StringIO)
+    for line in console.file.getvalue().splitlines():
+        assert cell_len(line) <= width
+        assert escaped(line) == line
