@@ -268,6 +268,7 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(
     sample = browser.text(".samples li")
     assert "Prompt" in sample
     assert re.search(r"made by\s+\d+ by v\d+", sample)
+    browser.click("More filters and columns")
     browser.type("staleness from", "1")
     browser.click("Show")
     browser.until("return document.querySelectorAll('.samples li').length > 0")
@@ -432,6 +433,117 @@ def test_what_is_wrong_with_a_recipe_stands_beside_its_field_with_the_fix(
         "return document.querySelector('#recipe-text-wrong').innerText.includes('train.stepz')"
     )
     assert "add a [model] section" in browser.text("#recipe-text-wrong")
+
+
+# --------------------------------------------------------------------------------------------------
+# Samples
+
+PLACES = (
+    "return [...document.querySelectorAll('.samples [data-place]')].map((one) => one.dataset.place)"
+)
+COUNT = "return document.querySelectorAll('.samples li').length === {}"
+
+
+def place_of(sample: dict[str, Any]) -> str:
+    return f"step {sample['step']}, group {sample['group']}, place {sample['place']}"
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_samples_are_filtered_and_compared_and_the_address_keeps_it(
+    browser: Browser, served: Site, ended: str, width: int, scheme: str
+) -> None:
+    browser.shape(width, 844, scheme=scheme)
+    browser.open(f"{served.url}#/runs/{ended}")
+    browser.until(COUNT.format(25))
+    browser.click("More filters and columns")
+    for label, text in (("best", "2"), ("worst", "1"), ("columns to show", "length, answer")):
+        browser.type(label, text)
+    browser.click("Show")
+    browser.until(COUNT.format(3))
+    path = f"v1/runs/{ended}/samples"
+    ranked = served.get(f"{path}?best=2&worst=1").body["samples"]
+    assert browser.js(PLACES) == [place_of(sample) for sample in ranked]
+    assert "length 8, answer " in browser.text(".samples summary")
+    browser.js("location.reload()")
+    browser.until(COUNT.format(3))
+    assert browser.js(PLACES) == [place_of(sample) for sample in ranked]
+    browser.js(
+        "document.querySelectorAll('.samples details').forEach((one) => { one.open = true })"
+    )
+    assert browser.axe() == []
+    for at in (0, 2):
+        browser.js(f"document.querySelectorAll('.samples [data-place]')[{at}].click()")
+    label = f"{place_of(ranked[0])} beside {place_of(ranked[2])}"
+    seen = f"return document.querySelector('.pair section')?.ariaLabel === '{label}'"
+    browser.until(seen)
+    assert (browser.axe(), browser.overflow()) == ([], 0)
+    marks = browser.js("return document.querySelectorAll('.pair mark').length")
+    assert marks > 0, "other responses"
+    assert "≠" in browser.text(".pair .differs")
+    browser.js("location.reload()")
+    browser.until(seen)
+    browser.click("Close")
+    browser.js(
+        "document.querySelectorAll('.samples details').forEach((one) => { one.open = true })"
+    )
+    browser.click("Same prompt in other steps")
+    prompt = ranked[0]["prompt_id"]
+    same = served.get(f"{path}?prompt_id={prompt}&limit=25").body["samples"]
+    browser.until(COUNT.format(len(same)))
+    assert browser.js(PLACES) == [place_of(sample) for sample in same]
+    browser.click("Clear")
+    browser.until(COUNT.format(25))
+    assert browser.js("return location.hash") == f"#/runs/{ended}"
+    steps = sorted({sample["step"] for sample in served.get(f"{path}?limit=200").body["samples"]})
+    browser.type("step", str(steps[0]))
+    browser.type("beside step", str(steps[-1]))
+    browser.type("best", "2")
+    browser.click("Show")
+    browser.until("return document.querySelectorAll('.pairs > li').length === 2")
+    labels = browser.js(
+        "return [...document.querySelectorAll('.pairs section')].map((one) => one.ariaLabel)"
+    )
+    for label in labels:
+        assert re.match(rf"step {steps[0]}, .* beside step {steps[-1]}, ", label)
+    assert (browser.axe(), browser.overflow()) == ([], 0)
+    browser.type("beside step", "")
+    browser.type("conditions", "lenght>3")
+    browser.click("Show")
+    browser.until("return /No sample has a column 'lenght'/.test(document.body.innerText)")
+    assert "length" in browser.text(".view [role=status]")
+
+
+WORDS = st.lists(
+    st.sampled_from(["one", "two", " ", "\n", "ß", "日", ",", "<b>", "_"]), max_size=12
+)
+
+
+def test_a_difference_is_the_fewest_words(browser: Browser) -> None:
+    def difference(left: str, right: str) -> Any:
+        script = module("pages/beside") + "return it.difference(...arguments_);"
+        return browser.asynchronous(script, left, right)
+
+    assert difference("a cat sat here", "a dog sat") == [
+        [["a ", False], ["cat", True], [" sat", False], [" here", True]],
+        [["a ", False], ["dog", True], [" sat", False]],
+    ]
+
+    @settings(max_examples=60, deadline=None)
+    @given(left=WORDS, right=WORDS)
+    def holds(left: list[str], right: list[str]) -> None:
+        sides = difference("".join(left), "".join(right))
+        for side, words in zip(sides, (left, right), strict=True):
+            assert "".join(text for text, _ in side) == "".join(words)
+        common = ["".join(text for text, marked in side if not marked) for side in sides]
+        assert common[0] == common[1]
+        assert (left == right) <= (not any(marked for side in sides for _, marked in side))
+
+    holds()
+    long = ["word"] * 3000
+    sides = difference(" ".join(["a", *long, "z"]), " ".join(["b", *long[1:], "c"]))
+    assert [[marked for _, marked in side] for side in sides] == [[True], [True]], (
+        "beyond a bound all is marked"
+    )
 
 
 # --------------------------------------------------------------------------------------------------
