@@ -45,7 +45,8 @@ from orchestration.logs import configure
 from orchestration.recipe.loading.load import load_recipe, parse_recipe
 from orchestration.recipe.schema import Recipe
 from pipeline.data.events import Event
-from stages.samples.sample_log import FOLDER, groups
+from stages.samples.reading import groups
+from stages.samples.sample_log import FOLDER
 from stages.trajectories.trajectory import trajectory_seed
 
 MOST_TURNS = 8

@@ -25,8 +25,18 @@ OPERATORS = {
     ">": operator.gt,
     "=": operator.eq,
 }
+# fields of the filter as the column and the operator of a condition
+COMPARED = {
+    **{name: (name, "=") for name in ("step", "group", "prompt_id", "failed", "truncated")},
+    "reward_min": ("reward", ">="),
+    "reward_max": ("reward", "<="),
+    "staleness_min": ("staleness", ">="),
+}
 TEXTUAL = ("=", "!=")  # those that compare texts, too
-_CONDITION = re.compile(r"([^<>=!]+)(<=|>=|!=|<|>|=)([^<>=!]+)")
+_CONDITION = re.compile(
+    r"\s*([^<>=!\s][^<>=!]*?)\s*"
+    r"(?:(<=|>=|<|>)\s*([-+]?\d*\.?\d+(?:e[-+]?\d+)?)|(!?=)\s*([^<>=!\s][^<>=!]*?))\s*"
+)
 
 
 class Condition(NamedTuple):
@@ -37,44 +47,28 @@ class Condition(NamedTuple):
     operator: str
     value: str
 
-    def holds(self, actual: object) -> bool:
+    def holds(self, actual: Any) -> bool:
         """Return whether ``actual`` is so; None, which a sample without the column has, never."""
-        if actual is None:
-            return False
         compare = OPERATORS[self.operator]
-        texts = (str(actual), self.value)
-        numbers = [number for text in texts if (number := _number(text)) is not None]
-        if len(numbers) == 2:
-            return bool(compare(*numbers))
-        return self.operator in TEXTUAL and bool(compare(*map(str.casefold, texts)))
+        try:
+            return actual is not None and compare(float(actual), float(self.value))
+        except (TypeError, ValueError):
+            texts = (str(actual).casefold(), self.value.casefold())
+            return self.operator in TEXTUAL and compare(*texts)
 
 
 def conditions_of(where: str) -> list[Condition]:
     """Return the conditions of a text, which has commas between them. Raises ValueError."""
     conditions = []
-    for text in filter(None, map(str.strip, where.split(","))):
-        match = _CONDITION.fullmatch(text)
-        parts = [part.strip() for part in match.groups()] if match else []
-        if not all(parts) or not match:
+    for text in filter(str.strip, where.split(",")):
+        if (match := _CONDITION.fullmatch(text)) is None:
             raise ValueError(
-                f"{text!r} is no condition; write a column, one of {' '.join(OPERATORS)} and a "
-                f"value, as length>400"
+                f"{text!r} is no condition; write a column, then <, <=, > or >= and a number, or "
+                f"= or != and a value, as length>400"
             )
-        condition = Condition(*parts)
-        if condition.operator not in TEXTUAL and _number(condition.value) is None:
-            raise ValueError(
-                f"{text!r} compares with {condition.value!r}, which is no number; write one, or "
-                f"= or !="
-            )
-        conditions.append(condition)
+        column, comparison, bound, equality, value = match.groups()
+        conditions.append(Condition(column, comparison or equality, bound or value))
     return conditions
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _checked(where: str) -> str:
@@ -87,7 +81,9 @@ class SampleFilter(Strict):
 
     step: int | None = Field(None, ge=0, le=2**31, description="Only of this optimizer step.")
     group: int | None = Field(None, ge=0, le=2**53, description="Only of this group.")
-    prompt_id: str = Field("", max_length=12, description="Only of this prompt, in any step.")
+    prompt_id: str | None = Field(
+        None, max_length=12, description="Only of this prompt, in any step."
+    )
     reward_min: float | None = Field(None, description="Only with at least this reward.")
     reward_max: float | None = Field(None, description="Only with at most this reward.")
     staleness_min: int | None = Field(
@@ -100,7 +96,7 @@ class SampleFilter(Strict):
     grep: str = Field(
         "", max_length=500, description="Only with this text in the prompt or the response."
     )
-    case: bool = Field(False, description="The text has its capital and small letters.")
+    case: bool = Field(False, description="Capital and small letters differ in the text.")
     where: Annotated[str, AfterValidator(_checked)] = Field(
         "",
         max_length=500,
@@ -109,35 +105,17 @@ class SampleFilter(Strict):
 
     @cached_property
     def conditions(self) -> list[Condition]:
-        return conditions_of(self.where)
+        """Those that the fields say, and those of ``where``."""
+        values = [(name, getattr(self, name)) for name in COMPARED]
+        fields = [
+            Condition(*COMPARED[name], str(value)) for name, value in values if value is not None
+        ]
+        return [*fields, *conditions_of(self.where)]
 
     def wants(self, sample: dict[str, Any], row: dict[str, Any]) -> bool:
         """Return whether ``sample`` is one of these; ``row``: its columns."""
-        for name in ("step", "group", "truncated"):
-            if getattr(self, name) not in (None, sample[name]):
-                return False
-        if self.prompt_id and sample["prompt_id"] != self.prompt_id:
-            return False
-        if self.failed is not None and bool(sample.get("failed")) is not self.failed:
-            return False
-        if self.staleness_min is not None and sample["staleness"] < self.staleness_min:
-            return False
-        return (
-            self._has_reward(sample["reward"])
-            and self._has_text(sample)
-            and all(condition.holds(row.get(condition.column)) for condition in self.conditions)
-        )
-
-    def _has_reward(self, reward: float | None) -> bool:
-        if self.reward_min is None and self.reward_max is None:
-            return True
-        least = self.reward_min
-        most = self.reward_max
-        return (
-            reward is not None
-            and (least is None or reward >= least)
-            and (most is None or reward <= most)
-        )
+        held = (condition.holds(row.get(condition.column)) for condition in self.conditions)
+        return all(held) and (not self.grep or self._has_text(sample))
 
     def _has_text(self, sample: dict[str, Any]) -> bool:
         texts = [self.grep, sample["prompt"], sample["response"]]
@@ -146,11 +124,16 @@ class SampleFilter(Strict):
 
 
 class SamplesQuery(SampleFilter):
+    """A filter, and how many of the samples that pass it."""
+
     best: int = Field(
         0, ge=0, le=MOST_RANKED, description="So many with the highest reward, of the newest steps."
     )
     worst: int = Field(
         0, ge=0, le=MOST_RANKED, description="So many with the lowest reward, of the newest steps."
+    )
+    columns: str = Field(
+        "", max_length=500, description="Names of columns; one that no sample has is refused."
     )
     limit: int = Field(50, ge=1, le=200, description="Without `best` and `worst`.")
     after: str = Field("", max_length=60, description="`next` of the page before.")

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 # of tokens by their policy version, one after the other
 COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "red")
 PALE = "dim"
-BETTER = "bold green"  # than its group
-WORSE = "bold yellow"
 
 
 def sample_view(sample: SampleView, columns: Sequence[str] = ()) -> RenderableType:
@@ -46,31 +44,20 @@ def sample_view(sample: SampleView, columns: Sequence[str] = ()) -> RenderableTy
 
 def _figures(sample: SampleView, columns: Sequence[str]) -> Text:
     """Return reward, credit, age and columns, wrapped between figures."""
-    advantage = sample.advantage or 0.0
-    style = BETTER if advantage > 0 else WORSE if advantage < 0 else "bold"
-    figures = [("reward", number(sample.reward), style)]
-    if len(sample.rewards) > 1:
-        figures += [(name, number(score), "") for name, score in sample.rewards.items()]
-    figures += [
-        ("advantage", number(sample.advantage), ""),
-        ("age", str(sample.staleness), ""),
-        ("made by", _versions(sample.versions), ""),
-        *((name, _plain(value), "") for name, value in sample.columns.items()),
-    ]
-    row = sample.row() if columns else {}
-    figures += [(name, _plain(row.get(name)), "") for name in columns]
-    marks = [f"{name} failed" for name in sample.failed]
-    marks += ["cut at the limit"] if sample.truncated else []
-    marks += [f"ended: {sample.ending}"] if sample.ending else []
+    row = sample.row()
+    names = ["reward", *sample.rewards, "advantage", "age", *sample.columns, *columns]
+    figures = {name: _plain(row.get(name)) for name in names}
+    figures["made by"] = _versions(sample.versions)
+    is_better = (sample.advantage or 0.0) > 0  # than its group
+    styles = {"reward": "bold green" if is_better else "bold"}
     text = Text()
-    for name, value, value_style in figures:
+    for name, value in figures.items():
         text.append(escaped(f"{name} "), style=PALE)
-        text.append(escaped(value), style=value_style)
-        text.append("  ")
-    for mark in marks:
-        text.append(escaped(mark), style="red")
-        text.append("  ")
-    return text
+        text.append(escaped(f"{value}  "), style=styles.get(name))
+    marks = [f"{name} failed" for name in sample.failed]
+    marks += ["cut at the limit"] * sample.truncated
+    marks += [f"ended: {sample.ending}"] * bool(sample.ending)
+    return text.append(escaped(", ".join(marks)), style="red")
 
 
 def _versions(versions: Iterable[tuple[int, int]]) -> str:

@@ -36,7 +36,8 @@ from orchestration.simulation.forecast import forecast, margin_of, setup_of
 from orchestration.state.paths import RECIPE
 from pipeline.data.events import Event
 from pipeline.problems import Problem, ProblemError
-from stages.samples.sample_log import FOLDER, newest
+from stages.samples.reading import newest
+from stages.samples.sample_log import FOLDER
 
 FEWEST_STEPS = 4
 LAST_BYTES = 64 << 20  # of the file of events

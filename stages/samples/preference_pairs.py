@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.compat.extras import ExtraMissing, extra
-from stages.samples.sample_log import FOLDER, Sample, groups
+from stages.samples.reading import groups
+from stages.samples.sample_log import FOLDER, Sample
 
 SUFFIXES = (".jsonl", ".parquet")
 ROW_GROUP = 4096  # rows of a Parquet file that are in memory at once

@@ -10,25 +10,29 @@ Row = dict[str, Any]
 
 
 def columns(sample: Mapping[str, Any]) -> Row:
-    """Return what is known of a sample as one row: numbers, truth values and texts by name, those
-    of the run before those of its own: reward functions, columns of stages, fields of the prompt's
-    row. ``length``: tokens of the response, observed ones included; ``age``: its staleness.
+    """Return what is known of a sample as one row: numbers, truth values and texts by name. A name
+    of ours goes before one of a reward function, and that before those of stages of the recipe and
+    of fields of the prompt's row.
 
-    >>> row = columns({"step": 3, "versions": [[2, 5], [-1, 2]], "staleness": 1, "rewards": {"exact": 0.5}})
-    >>> row["length"], row["age"], row["exact"], row["step"]
-    (7, 1, 0.5, 3)
+    ``length``: tokens of the response, observed ones included. ``age``: staleness. ``failed``:
+    whether a reward function failed on it.
+
+    >>> row = columns({"step": 3, "versions": [[2, 5], [-1, 2]], "rewards": {"exact": 0.5}})
+    >>> row["length"], row["exact"], row["step"], row["failed"]
+    (7, 0.5, 3, False)
     """
     plain = {name: value for name, value in sample.items() if not isinstance(value, dict | list)}
     return {
         **sample.get("fields", {}),
         **sample.get("columns", {}),
         **sample.get("rewards", {}),
+        **plain,
         "length": sum(tokens for _, tokens in sample.get("versions", ())),
         "age": sample.get("staleness"),
-        **plain,
+        "failed": bool(sample.get("failed")),
     }
 
 
 def prompt_id(prompt: str) -> str:
     """Return a short name of a prompt's text, by which it is found again in other steps."""
-    return hashlib.blake2s(prompt.encode("utf-8", "replace"), digest_size=6).hexdigest()
+    return "p" + hashlib.blake2s(prompt.encode("utf-8", "replace"), digest_size=5).hexdigest()

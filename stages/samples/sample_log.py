@@ -1,7 +1,7 @@
 """Sample log: the newest samples that a run was trained on, as text files in the run's folder.
 
     update ── while the step is trained ──▶ Recorder.read: columns, texts ── once it is ──▶ SampleLog.add
-    FOLDER/samples/  00000001.jsonl … 00000008.jsonl  00000009.jsonl ◀── written to    newest first ──▶ newest, search
+    FOLDER/samples/  00000001.jsonl … 00000008.jsonl  00000009.jsonl ◀── written to    newest first ──▶ reading.py
                       └ the oldest goes when all together are larger than `pipeline.keep_samples`, or the disk is nearly full
 
 A sample is one line. Samples of a step stand last first, so that reading backwards gives steps
@@ -21,7 +21,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,6 @@ if TYPE_CHECKING:  # samples are read by the service without torch
 FOLDER = "samples"  # in the run's folder
 FILES = 8  # that share the room, at least
 LARGEST_FILE = 16 * 2**20  # bytes; a reader takes in a whole file
-MOST_SCANNED = 8 << 20  # bytes that one reading looks through
 # of the disk stays free: so many bytes, or this share of it if that is less
 RESERVED = 2**30
 RESERVED_SHARE = 1 / 20
@@ -92,7 +91,7 @@ class SampleLog:
         sizes = self._sizes
         if sizes is None:
             sizes = self._sizes = {
-                number: _path(self.folder, number).stat().st_size for number in _files(self.folder)
+                number: path_of(self.folder, number).stat().st_size for number in files(self.folder)
             }
         lines = [
             json.dumps(s, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
@@ -107,7 +106,7 @@ class SampleLog:
         number = max(sizes, default=1)
         at = 0
         while at < len(lines):
-            with _path(self.folder, number).open("ab+") as file:
+            with path_of(self.folder, number).open("ab+") as file:
                 size = file.seek(0, os.SEEK_END)
                 # a kill cut the last line short
                 if size and file.seek(size - 1) >= 0 and file.read(1) != b"\n":
@@ -124,8 +123,8 @@ class SampleLog:
         """Remove the samples of steps after ``version``, which a run that goes on from there makes
         again."""
         self._sizes = None
-        for number in reversed(_files(self.folder)):
-            path = _path(self.folder, number)
+        for number in reversed(files(self.folder)):
+            path = path_of(self.folder, number)
             lines = path.read_bytes().splitlines(keepends=True)
             remaining = [line for line in lines if (parsed(line) or {"step": 0})["step"] <= version]
             if len(remaining) == len(lines):
@@ -147,33 +146,8 @@ class SampleLog:
         for number in sorted(sizes)[:-1]:
             if total <= room:
                 return
-            _path(self.folder, number).unlink(missing_ok=True)
+            path_of(self.folder, number).unlink(missing_ok=True)
             total -= sizes.pop(number)
-
-
-def newest(folder: Path) -> Iterator[Sample]:
-    """Yield the samples below ``folder``, newest step first, up to :data:`MOST_SCANNED` bytes of
-    them."""
-    scanned = 0
-    for _, _, _, line in backwards(folder):
-        scanned += len(line)
-        if scanned > MOST_SCANNED:
-            return
-        if (sample := parsed(line)) is not None:
-            yield sample
-
-
-def groups(folder: Path) -> Iterator[list[Sample]]:
-    """Yield the samples of each group below ``folder`` by place, oldest step first.
-
-    One group is in memory at a time.
-    """
-    lines = (line for number in _files(folder) for line in _path(folder, number).open("rb"))
-    samples = (sample for line in lines if (sample := parsed(line)) is not None)
-    for _, members in itertools.groupby(
-        samples, key=lambda sample: (sample["step"], sample["group"])
-    ):
-        yield sorted(members, key=lambda sample: int(sample["place"]))
 
 
 def parsed(line: bytes) -> Sample | None:
@@ -188,42 +162,12 @@ def parsed(line: bytes) -> Sample | None:
     return sample
 
 
-def backwards(
-    folder: Path, start: tuple[int, int] | None = None, step: int | None = None
-) -> Iterator[tuple[int, int, int, bytes]]:
-    """Yield the lines below ``folder`` from the last to the first, each with its file's number and
-    the bytes at which it begins and ends. ``start``: number of a file and bytes of it, from which on
-    backwards it reads. ``step``: files with later steps alone are left out."""
-    for number in reversed(_files(folder)):
-        if start is not None and number > start[0]:
-            continue
-        path = _path(folder, number)
-        try:
-            if step is not None and _begins_after(path, step):
-                continue
-            data = path.read_bytes()
-        except FileNotFoundError:  # removed meanwhile, after all older ones
-            return
-        end = data.rfind(b"\n") + 1
-        if start is not None and number == start[0]:
-            end = min(len(data), start[1])
-        while end > 0:
-            begin = data.rfind(b"\n", 0, end - 1) + 1
-            yield number, begin, end, data[begin : end - 1]
-            end = begin
-
-
-def _begins_after(path: Path, step: int) -> bool:
-    with path.open("rb") as file:
-        first = parsed(file.readline())
-    return first is not None and first["step"] > step
-
-
-def _files(folder: Path) -> list[int]:
+def files(folder: Path) -> list[int]:
+    """Return the numbers of the files below ``folder``, the oldest first."""
     return sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit())
 
 
-def _path(folder: Path, number: int) -> Path:
+def path_of(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.jsonl"
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stages.samples.reading import MOST_SCANNED, backwards
 from stages.samples.row import Row, columns, prompt_id
-from stages.samples.sample_log import MOST_SCANNED, Sample, backwards, parsed
+from stages.samples.sample_log import Sample, parsed
 
 MOST_RANKED = 64 << 20  # bytes of a search for the best and the worst
 PRUNED_AT = 1000  # samples of which the best and the worst are kept
@@ -70,14 +71,14 @@ def search(
         if wanted(sample, row) and (not is_ranked or _has_reward(sample)):
             page.samples.append(sample)
         if is_ranked and len(page.samples) == PRUNED_AT:
-            places = sorted(_extremes(page.samples, best, worst))
-            page.samples = [page.samples[at] for at in places]
+            page.samples = _extremes(page.samples, best, worst)
         is_full = not is_ranked and len(page.samples) == limit
         if is_full or scanned >= most:
             page.next = position
             break
     if is_ranked:
-        page.samples = [page.samples[at] for at in _extremes(page.samples, best, worst)]
+        extremes = _extremes(page.samples, best, worst)
+        page.samples = sorted(extremes, key=lambda sample: -sample["reward"])
     return page
 
 
@@ -126,10 +127,10 @@ def _has_reward(sample: Sample) -> bool:
     return reward is not None and math.isfinite(reward)
 
 
-def _extremes(samples: Sequence[Sample], best: int, worst: int) -> list[int]:
-    """Return the places of the ``best`` and, of the others, the ``worst``, the highest reward
-    first; of equal ones those that come first."""
+def _extremes(samples: Sequence[Sample], best: int, worst: int) -> list[Sample]:
+    """Return the ``best`` samples by reward and, of the others, the ``worst``, in their order; of
+    equal ones the first."""
     rewards = [sample["reward"] for sample in samples]
     highest = sorted(range(len(samples)), key=lambda at: (-rewards[at], at))
     lowest = sorted(highest[best:], key=lambda at: (rewards[at], at))
-    return [*highest[:best], *reversed(lowest[:worst])]
+    return [samples[at] for at in sorted([*highest[:best], *lowest[:worst]])]

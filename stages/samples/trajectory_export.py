@@ -12,7 +12,8 @@ from typing import Any
 
 from stages.branches import branches_of
 from stages.flow.catalogue import OBSERVED
-from stages.samples.sample_log import Sample, groups
+from stages.samples.reading import groups
+from stages.samples.sample_log import Sample
 
 OPENENV_VERSION = 1  # of the schema `TrainingTrace` of OpenEnv 0.10
 COPIED = (

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from stages.samples import reading
 from stages.samples import sample_log as sample_log
 from stages.samples import search as sample_search
-from stages.samples.sample_log import FILES, FOLDER, SampleLog, newest
+from stages.samples.reading import newest
+from stages.samples.sample_log import FILES, FOLDER, SampleLog
 from stages.samples.search import SearchPage, search
 from tests.orchestration.runs import MOCK, complete, recipe
 
@@ -168,7 +170,7 @@ def test_looking_ends_where_nothing_more_can_be(
     assert page.samples == []
     assert page.looked < 10
     assert page.next, "a long look must pause and say where to go on"
-    monkeypatch.setattr(sample_log, "MOST_SCANNED", 500)
+    monkeypatch.setattr(reading, "MOST_SCANNED", 500)
     assert len([*newest(tmp_path)]) < 10
     assert found_in(tmp_path / "absent") == SearchPage()
     for wrong in ("x", "1", "1:", ":1", "1:-1", "1:2", "1:2:x", "1:2:3:4"):
@@ -203,7 +205,8 @@ def test_the_best_and_the_worst_are_those_of_all_and_of_equals_the_newest(
     top = sorted(scored, reverse=True)[:best]
     rest = [entry for entry in scored if entry not in top]
     bottom = sorted(rest, key=lambda entry: (entry[0], -entry[1]))[:worst]
-    assert [(one["reward"], one["step"]) for one in page.samples] == top + bottom[::-1]
+    wanted = sorted(top + bottom, reverse=True)
+    assert [(one["reward"], one["step"]) for one in page.samples] == wanted
     assert page.looked == len(rewards)
 
 

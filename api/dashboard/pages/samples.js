@@ -16,7 +16,7 @@ const WHOLE = { type: "number", min: 0, step: 1, inputmode: "numeric", placehold
 const ANY = { type: "number", step: "any", inputmode: "decimal", placeholder: "any" };
 const COUNT = { ...WHOLE, max: 100, placeholder: "–" };
 const TEXT = { type: "text", autocomplete: "off", spellcheck: "false", maxlength: 500 };
-// Names of the server's filters, but for `beside`, another step, and `columns`, what is shown of each.
+// Names of the server's query, but for `beside`, which is another step.
 const FIELDS = [
   ["grep", "text", { ...TEXT, placeholder: "in prompt or response" }],
   ["step", "step", WHOLE],
@@ -110,7 +110,7 @@ export class Samples {
     return [...this.form.elements].filter(({ name }) => name);
   }
 
-  /** What the fields say: for the address, and without `beside` and `columns` for the server. */
+  /** What the fields say: for the address, and without `beside` for the server. */
   get fields() {
     return Object.fromEntries(this.controls.map(({ name, value }) => [name, value.trim()]).filter(([, value]) => value));
   }
@@ -132,8 +132,8 @@ export class Samples {
 
   async load(more = false) {
     const asked = (this.asked += 1);
-    const { beside: other, columns, ...query } = this.fields;
-    this.columns = (columns ?? "").split(",").map((name) => name.trim()).filter(Boolean);
+    const { beside: other, ...query } = this.fields;
+    this.columns = (query.columns ?? "").split(",").map((name) => name.trim()).filter(Boolean);
     this.keep();
     say(this.note, "Reading…");
     try {

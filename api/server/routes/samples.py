@@ -49,14 +49,13 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
                 fix="give `next` of the page before, or nothing",
             ) from error
     names = [condition.column for condition in query.conditions]
+    names += filter(None, map(str.strip, query.columns.split(",")))
     unknown = [name for name in names if name not in page.columns]
     if unknown and page.looked and not query.after:
         raise HTTPProblem(
             400,
             f"No sample has a column {unknown[0]!r}.",
             kind="column",
-            field="query.where",
-            value=query.where,
             fix=f"name one of {', '.join(sorted(page.columns))}",
         )
     views = [SampleView.model_validate(sample) for sample in page.samples]

@@ -13,7 +13,8 @@ import pytest
 from orchestration.recipe.loading.load import load_recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from stages.samples.sample_log import FOLDER, newest
+from stages.samples.reading import newest
+from stages.samples.sample_log import FOLDER
 from tests.orchestration.rewards.faulty import ATTACKS, HARMED, attack_of, early_share
 from tests.orchestration.run.test_flow import assert_filled
 from tests.orchestration.run.test_run import (

@@ -28,7 +28,8 @@ from orchestration.workers.engines import rollout_engine, train_engine
 from pipeline.data.events import Event, LedgerEvent
 from pipeline.index.embedded import EmbeddedIndex
 from stages.engines.torch.rollout import TorchRolloutEngine
-from stages.samples.sample_log import SampleLog, newest
+from stages.samples.reading import newest
+from stages.samples.sample_log import SampleLog
 from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
 from tests.orchestration.services import serving
 

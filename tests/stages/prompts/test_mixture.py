@@ -26,7 +26,8 @@ from orchestration.run.folder import RunFolder
 from stages.model.load import Tokenizer, load_tokenizer
 from stages.prompts.rows.options import PromptLimits, PromptOptions
 from stages.prompts.sources import LARGEST_BLOCK, load_prompts, places_of
-from stages.samples.sample_log import FOLDER, newest
+from stages.samples.reading import newest
+from stages.samples.sample_log import FOLDER
 from tests.forked import ROOT, asyncdock
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import TINY, complete, recipe
