@@ -157,7 +157,9 @@ export class Samples {
         entries[0]?.querySelector("summary").focus();
       }
     } catch (problem) {
-      if (asked === this.asked) say(this.note, [problem.message, ...problem.errors.map(({ wrong, fix }) => `${wrong === problem.message ? "" : wrong} ${fix}`.trim())].join(" "));
+      const { message, fix, errors } = problem;
+      const texts = new Set([message, ...(errors ?? []).flatMap((one) => [one.wrong, one.fix]), fix]);
+      if (asked === this.asked) say(this.note, [...texts].filter(Boolean).join(" – "));
     }
   }
 
