@@ -30,6 +30,7 @@ from orchestration.guard.rules import (
     Rule,
 )
 from orchestration.history.lines import finite_numbers
+from orchestration.words import words
 from pipeline.data.events import AlarmEvent, EventData, StageEvent, StepEvent, SyncEvent
 
 if TYPE_CHECKING:
@@ -279,7 +280,7 @@ class Guard:
                 value=value,
                 usual=usual,
                 limit=limit,
-                reason=f"{name}: {reason}",
+                reason=f"{words(name)}: {reason}",
                 look=rule.look,
             )
 

@@ -15,6 +15,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs
 from orchestration.simulation.forecast import Forecast, forecast, setup_of
 from orchestration.simulation.recorded import measured_costs
+from orchestration.words import words
 from pipeline.data.events import Event, ForecastEvent
 
 HOLDS = 0.95  # share of time that the busiest stage is kept busy
@@ -112,4 +113,4 @@ def _moved(before: Costs, now: Costs) -> str:
     ]
     finite = [name for name in names if math.isfinite(new[name])]
     most = max(finite, key=lambda name: abs(math.log(new[name] / old[name])))
-    return f"{most} has changed most, from {old[most]:.3g} to {new[most]:.3g}"
+    return f"what changed most: {words(most)}, from {old[most]:.3g} to {new[most]:.3g}"

@@ -15,11 +15,13 @@ from pydantic import Field
 from api.server.http.problems import HTTPProblem
 from api.server.service.operations import Strict, operation
 from api.server.service.service import Service
+from orchestration.words import TABLE
 
 API = Path(__file__).parents[2]
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
     ".woff2": "font/woff2",
@@ -77,7 +79,7 @@ FILES: dict[str, Any] = {
 
 @operation("GET", "/dashboard/{file:.+}", **FILES)
 async def dashboard_file(service: Service, path: FilePath) -> web.FileResponse:
-    return _file(f"dashboard/{path.file}")
+    return _file(TABLE if path.file == TABLE.name else f"dashboard/{path.file}")
 
 
 @operation("GET", "/docs/{file:.+}", **FILES)
@@ -85,7 +87,7 @@ async def docs_file(service: Service, path: FilePath) -> web.FileResponse:
     return _file(f"reference/{path.file}")
 
 
-def _file(name: str) -> web.FileResponse:
+def _file(name: str | Path) -> web.FileResponse:
     """Return the answer with a file.
 
     Browsers revalidate it each time, so that all files are of one version after an update.

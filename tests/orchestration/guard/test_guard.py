@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchestration.guard.guard import Guard, GuardOptions
 from orchestration.guard.rules import METRICS, TRENDS, WARM_UP
+from orchestration.words import words
 from pipeline.data.events import AlarmEvent, StageEvent, StepEvent, SyncEvent
 
 GROUPS = 8
@@ -81,7 +82,7 @@ def test_a_metric_that_goes_wrong_is_one_alarm_at_its_first_step(
 ) -> None:
     (alarm,) = alarms(run(**wrong))
     assert (alarm.metric, alarm.step) == (metric, 21)
-    assert alarm.reason.startswith(metric)
+    assert alarm.reason.startswith(f"{words(metric)}: ")
     assert len(alarm.look) > 40
     assert alarm.value == next(iter(wrong.values()))
     assert alarms(run(**wrong), off=[metric]) == []

@@ -74,7 +74,7 @@ async def test_an_alarm_may_pause_the_run(tmp_path: Path) -> None:
         )
         (paused,) = (state for state in watched.of("state") if state["state"] == "paused")
         assert paused["reason"].startswith(
-            "guard: step 8: equal_groups: rewards are equal in all groups of the first 8"
+            "guard: step 8: share of groups with equal rewards: rewards are equal in all groups of the first 8"
         )
         await watched.move("paused", "running")
         made = len(watched.of("step"))
@@ -88,7 +88,7 @@ async def test_an_alarm_may_fail_the_run_at_the_first_attempt(tmp_path: Path) ->
     of = recipe(MOCK, **{**EQUAL, "guard__on_alarm": "fail"})
     watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
-    assert result.reason.startswith("guard: step 8: equal_groups: ")
+    assert result.reason.startswith("guard: step 8: share of groups with equal rewards: ")
     assert "Look at what the reward functions return" in result.reason
     assert not [
         worker for worker in watched.of("worker") if worker["change"] in ("died", "restarted")
