@@ -120,6 +120,15 @@ class Client(Transport):
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
         return await self._post(RunView, "/v1/runs", submission(recipe, overrides), headers)
 
+    async def fork(
+        self, run: str, overrides: Mapping[str, Any] | None = None, *, version: int | None = None
+    ) -> RunView:
+        """Start a new run of the recipe of ``run``, with ``overrides``, that begins with the
+        weights of its checkpoint of ``version``: the newest by default, 0 for those that it began
+        with."""
+        body = {"run": run, "version": version, "overrides": dict(overrides or {})}
+        return await self._post(RunView, "/v1/runs", body, {"Idempotency-Key": uuid.uuid4().hex})
+
     async def runs(
         self, *, state: str = "", name: str = "", owner: str = "", limit: int | None = None
     ) -> AsyncGenerator[RunView]:
@@ -482,6 +491,7 @@ class SyncClient:
     check = _blocking(Client.check)
     login_link = _blocking(Client.login_link)
     submit = _blocking(Client.submit)
+    fork = _blocking(Client.fork)
     runs = _iterating(Client.runs)
     run = _blocking(Client.run)
     pause = _blocking(Client.pause)

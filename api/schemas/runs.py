@@ -105,7 +105,7 @@ class WholeRecipe(Strict):
     """A whole recipe."""
 
     recipe: RecipeTable = Field(
-        description="As a recipe's TOML file, in JSON; `extends` may name a recipe of the package."
+        description="As a recipe's TOML file, in JSON; `extends` may name a stored recipe."
     )
     overrides: Overrides = {}
 
@@ -114,6 +114,29 @@ class NamedRecipe(Strict):
     """A stored recipe."""
 
     recipe_name: str = Field(max_length=200, description="One of GET /v1/recipes.")
+    overrides: Overrides = {}
+
+
+class TomlRecipe(Strict):
+    """A recipe as the text of its file."""
+
+    toml: str = Field(max_length=200_000, description="TOML; `extends` may name a stored recipe.")
+    overrides: Overrides = {}
+
+
+class ForkedRun(Strict):
+    """Another run, as a new one that begins with the weights of one of its checkpoints.
+
+    Its optimizer, its prompts and its count of steps begin anew. It has files of its own: the other
+    run may go on, or be deleted.
+    """
+
+    run: str = Field(pattern=RUN_ID, max_length=200, description="The other run's id.")
+    version: int | None = Field(
+        None,
+        ge=0,
+        description="Of its checkpoint (0: as it began itself). Default: the newest that it has.",
+    )
     overrides: Overrides = {}
 
 
@@ -173,7 +196,7 @@ class Scaling(Strict):
 
 
 def _which(body: Any) -> str | None:
-    keys = {"recipe", "recipe_name"} & set(
+    keys = {"recipe", "recipe_name", "toml", "run"} & set(
         body if isinstance(body, dict) else getattr(type(body), "model_fields", ())
     )
     return keys.pop() if len(keys) == 1 else None
@@ -182,16 +205,22 @@ def _which(body: Any) -> str | None:
 class RecipeSubmission(
     RootModel[
         Annotated[
-            Annotated[WholeRecipe, Tag("recipe")] | Annotated[NamedRecipe, Tag("recipe_name")],
+            Annotated[WholeRecipe, Tag("recipe")]
+            | Annotated[NamedRecipe, Tag("recipe_name")]
+            | Annotated[TomlRecipe, Tag("toml")]
+            | Annotated[ForkedRun, Tag("run")],
             Discriminator(
                 _which,
                 custom_error_type="recipe_or_name",
-                custom_error_message="Input should be an object with either recipe or recipe_name",
+                custom_error_message=(
+                    "Input should be an object with one of recipe, recipe_name, toml and run"
+                ),
             ),
         ]
     ]
 ):
-    """Either a whole `recipe`, or the `recipe_name` of a stored one."""
+    """One of a whole `recipe`, the `recipe_name` of a stored one, the `toml` of one, and a `run` to
+    fork."""
 
 
 class StageWorker(StageEvent, kind="stage"):

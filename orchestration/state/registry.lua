@@ -61,7 +61,7 @@ local function define(name, body)
   end)
 end
 
--- {run, name, owner, recipe, key, fingerprint} → {run, made}; {reused} when the key came with another fingerprint; {taken} when
+-- {run, name, owner, recipe, key, fingerprint, folder} → {run, made}; {reused} when the key came with another fingerprint; {taken} when
 -- another run has this id.
 define('submit', function(all, a, may_be_repeated)
   if call('EXISTS', all .. 'run:' .. a.run) == 1 then
@@ -75,7 +75,7 @@ define('submit', function(all, a, may_be_repeated)
   end
   local number = call('INCR', all .. 'number')
   call('HSET', all .. 'run:' .. a.run, 'name', a.name, 'owner', a.owner, 'recipe', a.recipe, 'key', key or '', 'phase', 'waiting',
-    'created', wall(), 'attempts', 0, 'agent', '', 'folder', '', 'process', '')
+    'created', wall(), 'attempts', 0, 'agent', '', 'folder', a.folder, 'process', '')
   call('ZADD', all .. 'order', number, a.run)
   call('ZADD', all .. 'waiting', number, a.run)
   if key then
@@ -131,7 +131,7 @@ define('list', function(all, a)
   return { runs = out, next = last and last > oldest and string.format('%d', last) or '' }
 end)
 
--- → run → folder, of the waiting runs that go on from the checkpoints there
+-- → run → folder, of the waiting runs that go on from the checkpoints there, or begin with weights there
 define('reopened', function(all, a)
   local out = {}
   for _, id in ipairs(call('ZRANGE', all .. 'waiting', 0, -1)) do

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
 from orchestration.recipe.schema import Recipe
@@ -47,6 +48,11 @@ _MOVES: dict[str, tuple[tuple[str, ...], str]] = {
     "scale": (LIVE, ""),
     "delete": (ENDED, ""),
 }
+
+
+def new_id(name: str) -> str:
+    """Return an id for a run of this ``name``."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
 
 
 class UnknownRun(LookupError):
@@ -171,12 +177,20 @@ class Registry:
     # ── for users of the service ──
 
     async def submit(
-        self, recipe: Recipe, *, owner: str = "", key: str = "", fingerprint: str = ""
+        self,
+        recipe: Recipe,
+        *,
+        owner: str = "",
+        key: str = "",
+        fingerprint: str = "",
+        folder: Path | None = None,
     ) -> tuple[RunRecord, bool]:
         """Append a run to the queue.
 
-        Returns it, and whether this call created it: for a day, the same ``key`` and ``owner``
-        return the first run. Raises :class:`KeyReused` when its ``fingerprint`` was another one.
+        ``folder``: that of the run, named by its :func:`new_id`, where files of it are there
+        already. Returns the run, and whether this call created it: for a day, the same ``key`` and
+        ``owner`` return the first run. Raises :class:`KeyReused` when its ``fingerprint`` was
+        another one.
         """
         # All runs are in the index of the service. Its URL may contain a password, so no recipe
         # shows it.
@@ -184,10 +198,13 @@ class Registry:
             update={"pipeline": recipe.pipeline.model_copy(update={"index": "embedded"})}
         )
         known = {"name": recipe.name, "owner": owner, "recipe": recipe.to_json()}
+        known |= {"key": key, "fingerprint": fingerprint, "folder": str(folder or "")}
         reply: dict[str, Any] = {"taken": True}
         while "taken" in reply:
-            run = f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-            reply = await self._call("submit", run=run, **known, key=key, fingerprint=fingerprint)
+            run = folder.name if folder else new_id(recipe.name)
+            reply = await self._call("submit", run=run, **known)
+            if folder and "taken" in reply:
+                raise FileExistsError(folder)
         if "reused" in reply:
             raise KeyReused(
                 f"idempotency key {key!r} belongs to run {reply['reused']!r} of another request; "

@@ -21,11 +21,14 @@ from api.server.access.settings import Settings
 from api.server.http import problems as answers
 from orchestration.bounds import out_of_bounds
 from orchestration.checkpoints import base_models
+from orchestration.checkpoints.forked import BASE, LONGEST_NAME, sources
 from orchestration.cluster_backends import CLUSTERS
 from orchestration.recipe.loading.load import (
+    OWN_KEYS,
     SHIPPED,
     extended,
     fixed_problems,
+    layered,
     override,
     parse_recipe,
     read_recipe,
@@ -44,7 +47,6 @@ from stages.prompts.conversations import is_template_name
 from stages.prompts.rows.files import Reading
 from stages.tasks.tasks import HARMLESS
 
-LONGEST_NAME = 64
 ASK = "ask the operator for {}"
 ENVIRONMENTS = "environment.use"
 # a key whose value would have code run in a worker, that value, and a harmless one
@@ -60,17 +62,17 @@ def stored_recipes(settings: Settings) -> dict[str, Path]:
     return recipes
 
 
-def stored_recipe(settings: Settings, name: str) -> dict[str, Any]:
+def stored_recipe(settings: Settings, name: str, field: str = "recipe_name") -> dict[str, Any]:
     """Return the tables of a stored recipe over those that it extends, unchecked.
 
-    Raises LookupError, and RecipeError when it cannot be read.
+    Raises LookupError, and RecipeError, which names ``field``, when it cannot be read.
     """
     path = stored_recipes(settings)[name]  # a key of this dict, never part of a path
     try:
         data, _ = read_recipe(path)
     except RecipeError as error:
         problems = [
-            Problem("recipe_name", name, f"cannot be read: {problem.key}: {problem.wrong}")
+            Problem(field, name, f"cannot be read: {problem.key}: {problem.wrong}")
             for problem in error.problems
         ]
         raise RecipeError(name, problems) from error
@@ -93,12 +95,13 @@ def accept(
     reading: Reading | None = None,
     *,
     resumed: Path | None = None,
+    start: Path | None = None,
 ) -> Recipe:
-    """Return the recipe of ``data``, which may extend one of the package, with ``overrides``.
+    """Return the recipe of ``data``, which may extend a stored one, with ``overrides``.
 
     Of files below the operator's roots it reads what ``reading`` allows (default: what a check
-    reads). ``resumed``: the folder of a run of ``data`` that goes on. Raises RecipeError with all
-    problems.
+    reads). ``resumed``: the folder of a run of ``data`` that goes on. ``start``: the checkpoint
+    whose weights a forked run of ``data`` begins with. Raises RecipeError with all problems.
     """
     too_large = [
         *out_of_bounds(data, finite=True),
@@ -106,7 +109,9 @@ def accept(
     ]
     if too_large:  # other checks could fail on such values, or take long
         raise RecipeError("recipe", too_large)
-    submission = _Submission(settings, migrated(data) if resumed else copy.deepcopy(extended(data)))
+    base = resumed / BASE if resumed else start
+    tables = migrated(data) if base else copy.deepcopy(_extended(settings, data))
+    submission = _Submission(settings, tables, dict(sources(base)) if base else {})
     for key, value in copy.deepcopy(dict(overrides)).items():
         if problem := override(submission.data, key, value, "overrides"):
             submission.problems.append(problem)
@@ -136,6 +141,16 @@ def accept(
     )
 
 
+def _extended(settings: Settings, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``data`` over the stored recipe that it extends. Raises RecipeError."""
+    name = data.get("extends")
+    if not isinstance(name, str) or name not in stored_recipes(settings):
+        return extended(data)
+    base = stored_recipe(settings, name, "extends").items()
+    own = {key: value for key, value in data.items() if key != "extends"}
+    return layered({key: value for key, value in base if key not in OWN_KEYS}, own)
+
+
 class _Submission:
     """A recipe in a request.
 
@@ -143,9 +158,11 @@ class _Submission:
     checks can follow. They also check types.
     """
 
-    def __init__(self, settings: Settings, data: dict[str, Any]) -> None:
+    def __init__(self, settings: Settings, data: dict[str, Any], models: Mapping[str, str]) -> None:
+        """``models``: of the service's own runs, which ``data`` may name, by key."""
         self.settings = settings
         self.data = data
+        self.models = models
         self.problems: list[Problem] = []
 
     def value(self, key: str) -> Any:
@@ -410,6 +427,7 @@ class _Submission:
                 or not isinstance(value, str)
                 or not value
                 or value in plain.get(key, ())
+                or value == self.models.get(key)
             ):
                 continue
             if key == "prompts.chat_template" and is_template_name(value):

@@ -23,6 +23,7 @@ from api.server.access.submission_policy import stored_recipe, stored_recipes, u
 from api.server.http.problems import HTTPProblem
 from api.server.service.operations import operation, while_wanted
 from api.server.service.service import PRINCIPAL, Service
+from api.server.service.starts import Fork, fork_of
 from orchestration.processes.confined import Lost
 from orchestration.recipe.schema import Recipe
 
@@ -78,15 +79,22 @@ async def check_recipe(
 
     Nothing is started.
     """
-    answer = await checked(service, request, submission=raw.decode(), plan=True)
+    fork = await fork_of(service, body)
+    answer = await checked(service, request, **question(raw, fork), plan=True)
     return CheckedRecipe(**answer | {"recipe": json.loads(answer["recipe"])})
+
+
+def question(raw: bytes, fork: Fork | None) -> dict[str, Any]:
+    """Return what is asked about the body ``raw``, which forks a run where ``fork`` is not None."""
+    asked = {"submission": raw.decode()}
+    return asked | {"recipe": fork.recipe, "start": str(fork.start)} if fork else asked
 
 
 async def checked(
     service: Service, request: web.Request, *, plan: bool, **given: Any
 ) -> dict[str, Any]:
-    """Return a checked recipe, that of the body ``submission`` or the ``recipe`` of a run that goes
-    on with the ``overrides``.
+    """Return a checked recipe: that of a body, by its :func:`question`, or the ``recipe`` of a run
+    that goes on with the ``overrides``.
 
     The result has it as ``recipe``, with all defaults, and if ``plan`` is true its ``plan``,
     ``prompts`` and ``examples``, all as JSON. Raises an HTTPProblem with every error of the recipe.

@@ -42,16 +42,16 @@ from api.schemas.runs import (
     WhatIfView,
 )
 from api.server.http.problems import HTTPProblem, without_password
-from api.server.routes.recipes import asked_apart, checked
+from api.server.routes.recipes import asked_apart, checked, question
 from api.server.service.operations import Reply, operation
 from api.server.service.run_status import RunStatus
 from api.server.service.service import PRINCIPAL, Service
+from api.server.service.starts import begin_fork, fork_of, start_of
 from orchestration.checkpoints import checkpoint, recorded
 from orchestration.recipe.flow import device_count
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import CHECKPOINT_REPORTED, RUN_FLOW
 from orchestration.state.labels import Labels
-from orchestration.state.lock import RunError
 from orchestration.state.paths import store_url
 from orchestration.state.registry import RunRecord
 from orchestration.supervise.scale import overrides_of, request_scale
@@ -90,15 +90,18 @@ async def submit_run(
     if service.settings.runs_of != "service":
         fix = "submit it to a service that `asyncdock serve` has started"
         raise HTTPProblem(403, "This server executes no runs.", kind="no-runs", fix=fix)
-    accepted = (await checked(service, request, submission=raw.decode(), plan=False))["recipe"]
-    recipe = await asyncio.to_thread(Recipe.from_json, accepted)  # the first one imports algorithms
+    fork = await fork_of(service, body)
+    accepted = await checked(service, request, **question(raw, fork), plan=False)
+    # the first one imports algorithms
+    recipe = await asyncio.to_thread(Recipe.from_json, accepted["recipe"])
     await _refuse_full_queue(service)
     content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
     fingerprint = hashlib.sha256(content).hexdigest()
     owner = request[PRINCIPAL].name
-    record, is_new = await service.registry.submit(
-        recipe, owner=owner, key=headers.key, fingerprint=fingerprint
+    submit = functools.partial(
+        service.registry.submit, owner=owner, key=headers.key, fingerprint=fingerprint
     )
+    record, is_new = await (begin_fork(fork, recipe, submit) if fork else submit(recipe))
     return Reply(
         await _view(service, record), 201 if is_new else 200, {"Location": f"/v1/runs/{record.id}"}
     )
@@ -169,7 +172,9 @@ async def resume_run(
                 409, detail, kind="wrong-state", field="overrides", value=body.overrides, fix=fix
             )
         return await _view(service, await service.registry.ask(path.run, "resume"))
-    start = await asyncio.to_thread(_start, service.folder(record), recipe, body.start_version)
+    folder = service.folder(record)
+    url = store_url(recipe, folder)
+    start = await asyncio.to_thread(start_of, folder, url, body.start_version)
     steps = recipe.train.steps
     finished = record.state == "finished"
     if start is not None and (done := start.nothing_left(steps, finished=finished)):
@@ -180,9 +185,7 @@ async def resume_run(
         )
     await _refuse_full_queue(service)
     if body.start_version is not None:
-        await asyncio.to_thread(
-            _set_newer_aside, service.folder(record), recipe, body.start_version
-        )
+        await asyncio.to_thread(recorded.set_newer_aside, folder, url, body.start_version)
         await CHECKPOINT_REPORTED.put(service.index(record.id), body.start_version)
     return await _view(service, await service.registry.reopen(record, recipe))
 
@@ -196,26 +199,6 @@ async def _changed(
         service, request, plan=False, recipe=record.recipe, overrides=overrides, folder=folder
     )
     return Recipe.from_json(checked_recipe["recipe"])
-
-
-def _start(folder: Path, recipe: Recipe, version: int | None) -> checkpoint.Checkpoint | None:
-    """Return the checkpoint that the run in ``folder`` goes on from."""
-    try:
-        if version is None:
-            return checkpoint.latest(folder / "checkpoints")
-        return recorded.of_version(folder / "checkpoints", store_url(recipe, folder), version)
-    except RunError as unknown:
-        fix = "give a version of GET /v1/runs/{run}/checkpoints"
-        raise HTTPProblem(
-            409, str(unknown), kind="no-checkpoint", field="start_version", value=version, fix=fix
-        ) from None
-    except checkpoint.CheckpointUnusable as damaged:
-        fix = "go on from an older one, by start_version"
-        raise HTTPProblem(409, str(damaged), kind="checkpoint-damaged", fix=fix) from None
-
-
-def _set_newer_aside(folder: Path, recipe: Recipe, version: int) -> None:
-    recorded.set_newer_aside(folder, store_url(recipe, folder), version)
 
 
 @operation("POST", f"{RUN}/stop", summary="It stops", **_asking)

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from api.schemas.runs import ForecastView, NamedRecipe, RecipeSubmission, WholeRecipe
+from api.schemas.runs import ForecastView, ForkedRun, NamedRecipe, RecipeSubmission, TomlRecipe
 from api.server.access.settings import Settings
 from api.server.access.submission_policy import accept, stored_recipe, unknown_recipe
 from api.server.http.problems import HTTPProblem, problem_of
 from orchestration import logs
+from orchestration.bounds import NotToml, read_toml
 from orchestration.processes.confined import answer_questions
 from orchestration.recipe.checks.examples import example_prompts, prompt_sources
+from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import plan
 from orchestration.streams import open_outputs
+from pipeline.problems import Problem
 
 # of one check, after which the process ends; a server that still runs kills it long before
 LONGEST_SECONDS = 300
@@ -40,7 +44,8 @@ TOO_LARGE = {
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Check the recipe in the ``submission`` of ``request``, a body as text; or the ``recipe`` of a
-    run in ``folder`` that goes on with the ``overrides``. The request also has the server's
+    run in ``folder`` that goes on with the ``overrides``. Of a submission that forks a run,
+    ``recipe`` has the tables with the weights of ``start``. The request also has the server's
     ``settings``, and whether to return the ``plan`` and example prompts too. With ``what_if``, the
     folder of a run, simulate that run as it is and with the ``overrides``."""
     try:
@@ -52,10 +57,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 settings, request["recipe"], request["overrides"], resumed=Path(request["folder"])
             )
         else:
-            submitted = RecipeSubmission.model_validate_json(
-                request["submission"], strict=True
-            ).root
-            recipe = accepted(settings, submitted)
+            recipe = accepted(settings, request)
         if not request["plan"]:
             return {"recipe": recipe.to_json()}
         examples = [asdict(example) for example in example_prompts(recipe)]
@@ -90,19 +92,31 @@ def _what_if(folder: Path, overrides: list[str]) -> dict[str, Any]:
     return {name: view.model_dump(mode="json") for name, view in views.items()}
 
 
-def accepted(settings: Settings, submitted: WholeRecipe | NamedRecipe) -> Recipe:
+def accepted(settings: Settings, request: Mapping[str, Any]) -> Recipe:
     """Return the recipe that is submitted.
 
     Raises RecipeError, and HTTPProblem when no stored recipe has its name.
     """
-    if isinstance(submitted, WholeRecipe):
-        recipe = submitted.recipe
-    else:
-        try:
-            recipe = stored_recipe(settings, submitted.recipe_name)
-        except LookupError:
-            raise unknown_recipe(settings, submitted.recipe_name, 422, "recipe_name") from None
-    return accept(settings, recipe, submitted.overrides)
+    submitted = RecipeSubmission.model_validate_json(request["submission"], strict=True).root
+    start = None
+    match submitted:
+        case ForkedRun():
+            tables = request["recipe"]
+            start = Path(request["start"])
+        case TomlRecipe():
+            try:
+                tables = read_toml(submitted.toml)
+            except NotToml as error:
+                problem = Problem("toml", None, f"is not TOML: {error}", "mend that place")
+                raise RecipeError("toml", [problem]) from None
+        case NamedRecipe(recipe_name=name):
+            try:
+                tables = stored_recipe(settings, name)
+            except LookupError:
+                raise unknown_recipe(settings, name, 422, "recipe_name") from None
+        case _:
+            tables = submitted.recipe
+    return accept(settings, tables, submitted.overrides, start=start)
 
 
 def main() -> None:

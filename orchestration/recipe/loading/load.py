@@ -138,7 +138,7 @@ def extended(data: Mapping[str, Any], file: Path | None = None) -> dict[str, Any
         )
     merged: dict[str, Any] = {}
     for layer in reversed(layers):
-        merged = _merged(merged, layer)
+        merged = layered(merged, layer)
     return merged
 
 
@@ -164,13 +164,13 @@ def _extended_file(name: object, folder: Path | None) -> Path | Problem:
     return path
 
 
-def _merged(base: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
+def layered(base: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``tables`` over ``base``: what both have as tables key by key."""
     merged = dict(base)
     for key, value in tables.items():
         below = base.get(key)
         if isinstance(below, Mapping) and isinstance(value, Mapping):
-            value = _merged(below, value)
+            value = layered(below, value)
         merged[key] = value
     return merged
 

@@ -112,6 +112,8 @@ async def test_every_method_fits_the_service(client: Client) -> None:
     assert (ended.state, ended.steps_done) == ("finished", last)
     made = [event.data["step"] async for event in client.events(long.id, kinds=["step"])]
     assert made == list(range(1, last + 1))
+    fork = await client.fork(long.id, {"train.steps": 1})
+    assert (await client.wait_until_ended(fork.id)).name == f"{long.name}-fork"
     await client.delete(long.id)
     assert long.id not in [run.id async for run in client.runs()]
 

@@ -168,9 +168,9 @@ async def run(index_url: str) -> AsyncGenerator[Index, None]:
 @pytest.mark.parametrize(
     ("body", "field", "fix"),
     [
-        ({}, "body", "either recipe or recipe_name"),
-        ({"recipe": MOCK, "recipe_name": "mock"}, "body", "either recipe or recipe_name"),
-        ({"recipe_name": "mock", "recipe": None}, "body", "either recipe or recipe_name"),
+        ({}, "body", "one of recipe, recipe_name, toml and run"),
+        ({"recipe": MOCK, "recipe_name": "mock"}, "body", "one of recipe, recipe_name, toml and run"),
+        ({"recipe_name": "mock", "recipe": None}, "body", "one of recipe, recipe_name, toml and run"),
         ({"recipe_name": 3}, "recipe_name", "a valid string"),
         ({"recipe": []}, "recipe", "an object"),
         ({"recipe": MOCK, "overides": {}}, "overides", "remove it"),

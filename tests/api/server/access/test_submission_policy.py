@@ -445,7 +445,7 @@ def test_stored_recipes_are_looked_up_and_never_joined_to_a_path(tmp_path: Path)
             stored_recipe(given, name)
 
 
-def test_a_recipe_in_a_request_extends_recipes_of_the_package_alone(tmp_path: Path) -> None:
+def test_a_recipe_in_a_request_extends_stored_recipes_alone(tmp_path: Path) -> None:
     """A path would show the requester a file of the server's machine, also by what is wrong with it."""
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.toml").write_text('extends = "mock"\n[train]\nsteps = 7\n')
@@ -459,8 +459,11 @@ def test_a_recipe_in_a_request_extends_recipes_of_the_package_alone(tmp_path: Pa
         "groups_per_step": 4,
     }
     assert accept(given, stored_recipe(given, "above"), {}).train.steps == 7
+    (tmp_path / "recipes" / "broken.toml").write_text('extends = "nothing"\n')
+    mine = accept(given, {"name": "longer", "extends": "mine", "train": {"steps": 9}}, {})
+    assert (mine.name, mine.train.steps, mine.train.engine) == ("longer", 9, "mock")
     for name in (
-        "mine",
+        "broken",
         str(tmp_path / "recipes" / "mine.toml"),
         "recipes/mine.toml",
         "../recipes/mock",
@@ -474,7 +477,7 @@ def test_a_recipe_in_a_request_extends_recipes_of_the_package_alone(tmp_path: Pa
             accept(given, {"name": "x", "extends": name}, {})
         [problem] = raised.value.problems
         assert (problem.key, problem.value) == ("extends", name)
-        assert "mock" in problem.fix or "tiny" in problem.fix
+        assert name == "broken" or "mock" in problem.fix or "tiny" in problem.fix
         assert str(tmp_path) not in f"{problem.wrong}{problem.fix}"
     assert "extends" in refused({**MOCK}, overrides={"extends": "tiny"})
     (tmp_path / "recipes" / "mine.toml").write_text('extends = "nothing"\n')
