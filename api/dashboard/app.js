@@ -2,17 +2,19 @@
  *
  *    #/ ──▶ the newest run (where there is room; a phone shows the list)    #/new ──▶ the form    #/runs/ID ──▶ that run
  *    #/table/COLUMNS&… ──▶ all runs as a table    #/compare/runs=…&… ──▶ curves of several runs over each other
+ *    #/runs/ID/continue, #/runs/ID/fork ──▶ the form that begins with one of its checkpoints, /VERSION that one
  *    #/models ──▶ what clients train, where the server has training calls (the first page, where it has no run)    #/models/ID ──▶ one
  *    #login=CODE ──▶ the session of a link, which works once
  */
 
 import { announce, element, say } from "./element.js";
 import { ComparePage } from "./pages/compare.js";
+import { loadWords } from "./format.js";
 import { ModelPage, ModelsPage } from "./pages/models.js";
 import { RunPage } from "./pages/run.js";
 import { Runs } from "./pages/runs.js";
 import { Service } from "./service.js";
-import { Start } from "./pages/start.js";
+import { Again, Start } from "./pages/start.js";
 import { TablePage } from "./pages/table.js";
 
 const CONNECTION = { connecting: "Connecting…", live: "Live", waiting: "Connecting again…", ended: "Ended", refused: "Not connected" };
@@ -56,7 +58,8 @@ class App {
       }
     }
     this.out.hidden = !this.service.token;
-    if (!(await this.look())) return;
+    const [known] = await Promise.all([this.look(), loadWords().catch(() => {})]); // without words, names are shown
+    if (!known) return;
     if (this.runsOf !== "none") this.runs.load();
     this.go(false);
   }
@@ -75,12 +78,12 @@ class App {
   /** Show what the address says; `moved` when a person went there, who then reads on at its heading. */
   async go(moved) {
     const turn = (this.turn += 1);
-    const [, what = "", id = ""] = location.hash.split("/");
+    const [, what = "", id = "", how = "", version = ""] = location.hash.split("/");
     if (!what && this.runsOf === "none") return location.replace("#/models");
     const run = what === "runs" ? decodeURIComponent(id) : "";
     this.put(null);
     this.runs.choose(run);
-    document.body.dataset.view = what || "home";
+    document.body.dataset.view = how || what || "home";
     document.title = "AsyncDock";
     try {
       if (what === "new") {
@@ -99,6 +102,12 @@ class App {
       } else if (run) {
         const record = await this.service.run(run);
         if (turn !== this.turn) return;
+        if (how === "continue" || how === "fork") {
+          const again = new Again(this.service, record, how, version, (started) => this.started(started));
+          this.put(again);
+          document.title = `${again.title.textContent} – AsyncDock`;
+          return await again.load();
+        }
         const page = new RunPage(this.service, record, {
           onConnection: (state, detail) => this.connected(state, detail),
           onGone: () => this.left(),

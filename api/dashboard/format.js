@@ -3,6 +3,18 @@
 const NONE = "–";
 const missing = (value) => value === null || value === undefined || !Number.isFinite(value);
 
+let table = {};
+
+/** Read the words for the names of numbers, which the service has. */
+export async function loadWords() {
+  table = await fetch("dashboard/words.json").then((answer) => answer.json());
+}
+
+/** The words for the name of a number of steps, alarms or costs. */
+export function words(name) {
+  return table[name] ?? name.replaceAll("_", " ");
+}
+
 export const MINUS = "\u2212";
 
 /** Three significant digits, without an exponent where a person would write none: 0.0312, 12.4, 1,234. */
@@ -24,12 +36,18 @@ export function fixed(value, places) {
   return missing(value) ? NONE : value.toFixed(places).replace("-", MINUS);
 }
 
+/** A number of things in at most six characters: 9,999, 96.1k, 1.23M. */
 export function count(value) {
   if (missing(value)) return NONE;
-  if (value < 100_000) return Math.round(value).toLocaleString("en");
-  if (value < 999_500) return `${Math.round(value / 1e3)}k`;
-  const [unit, name] = [[1e6, "M"], [1e9, "G"], [1e12, "T"]].find(([unit]) => value < 999.5 * unit) ?? [1e15, "P"];
-  return `${(value / unit).toPrecision(3)}${name}`;
+  if (value < 10_000) return Math.round(value).toLocaleString("en");
+  const [unit, name] = [[1e3, "k"], [1e6, "M"], [1e9, "G"], [1e12, "T"]].find(([unit]) => value < 999.5 * unit) ?? [1e15, "P"];
+  const digits = (value / unit).toPrecision(3);
+  return `${name === "k" ? Number(digits) : digits}${name}`;
+}
+
+/** Figures with their words, those that there are: a line breaks between two of them, and not in a short one. */
+export function facts(...parts) {
+  return parts.filter(Boolean).map((one) => (one.length > 20 ? one : one.replaceAll(" ", "\u00a0"))).join(", ");
 }
 
 export function percent(share) {
@@ -58,15 +76,18 @@ export function size(bytes) {
   return `${number(bytes / 2 ** (10 * at))} ${units[at]}`;
 }
 
+/** How long it is since `time` (Unix seconds), where there is little room. */
+export function since(time, now = Date.now() / 1000) {
+  if (missing(time)) return NONE;
+  const past = Math.max(0, now - time);
+  const [unit, name] = [[1, "s"], [60, "min"], [3600, "h"], [86_400, "d"]].findLast(([unit]) => past >= unit) ?? [1, "s"];
+  return `${Math.floor(past / unit)} ${name}`;
+}
+
 /** How long ago `time` (Unix seconds) was. */
 export function ago(time, now = Date.now() / 1000) {
   if (missing(time)) return NONE;
-  const past = Math.max(0, now - time);
-  if (past < 5) return "just now";
-  if (past < 60) return `${Math.floor(past)} s ago`;
-  if (past < 3600) return `${Math.floor(past / 60)} min ago`;
-  if (past < 86_400) return `${Math.floor(past / 3600)} h ago`;
-  return `${Math.floor(past / 86_400)} d ago`;
+  return now - time < 5 ? "just now" : `${since(time, now)} ago`;
 }
 
 export function clock(time) {

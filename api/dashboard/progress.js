@@ -144,7 +144,7 @@ export class Progress {
 
   /** An alarm, from the stream or from the server's list of them. */
   alarm(data) {
-    if (this.alarms.some((one) => one.time === data.time && one.metric === data.metric)) return;
+    if (this.alarms.some((one) => one.step === data.step && one.metric === data.metric && (one.worker || "") === (data.worker || ""))) return;
     this.alarms.push(data);
     this.alarms.sort((a, b) => a.time - b.time);
     this.changed += 1;
@@ -323,7 +323,8 @@ export class Progress {
     }
     if (this.forecast?.reason) watch(`From step ${this.forecast.step}: ${this.forecast.reason}.`);
     for (const text of this.rewardFindings) watch(text);
-    for (const alarm of this.alarms.slice(-3).reverse()) watch(`Alarm at step ${alarm.step}: ${alarm.reason}.`);
+    const others = this.alarms.filter(({ reason }) => !this.reason.includes(reason)); // one that ended the run is said
+    for (const alarm of others.slice(-3).reverse()) watch(`Alarm at step ${alarm.step}: ${alarm.reason}.`);
     if (this.restarts) watch(`${this.restarts} worker restart${this.restarts > 1 ? "s" : ""}.`);
     return findings.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
   }

@@ -99,7 +99,10 @@ export class Chart {
     this.data = [steps, ...columns];
     this.marks = marks;
     if (!steps.length) return;
-    this.empty.hidden = true;
+    const measured = columns.some((values) => values.some((value) => Number.isFinite(value)));
+    this.empty.hidden = measured;
+    say(this.empty, "not measured in this run");
+    if (!measured && !this.drawn) return;
     this.series.forEach((one, at) => {
       if (one.optional) this.keys[at].hidden = columns[at].every((value) => value === null);
     });
@@ -114,13 +117,13 @@ export class Chart {
   restyle() {
     this.drawn?.destroy();
     this.drawn = null;
-    if (this.data[0].length) this.draw();
+    if (this.data[0].length && this.empty.hidden) this.draw();
   }
 
   fit() {
     const width = this.plot.clientWidth;
     if (this.drawn && width && width !== this.drawn.width) this.drawn.setSize({ width, height: HEIGHT });
-    else if (!this.drawn && width && this.data[0].length) this.draw();
+    else if (!this.drawn && width && this.data[0].length && this.empty.hidden) this.draw();
   }
 
   draw() {

@@ -127,7 +127,7 @@ export class Timeline {
     let last = 0;
     for (const { spans } of progress.spans.values()) last = Math.max(last, spans.at(-1)?.end ?? 0);
     const live = progress.state === "running" || progress.state === "stopping";
-    return live ? Math.max(last, progress.now - 0.5) : last || progress.now;
+    return live ? Math.max(last, progress.now - 0.5) : last || (progress.record.ended ?? progress.now);
   }
 
   /** Lanes from top to bottom: {key, label, stage, spans}. Publishing and swapping of weights have one of their own. */
@@ -197,6 +197,7 @@ export class Timeline {
     pen.strokeStyle = colour("grid");
     pen.lineWidth = 1;
     pen.textAlign = "center";
+    let free = width; // to the left of the label before
     for (let past = 0; past <= until - from; past += step) {
       const here = Math.round(x(until - past)) - 0.5;
       if (here < left) break;
@@ -205,8 +206,12 @@ export class Timeline {
       pen.lineTo(here, height - AXIS);
       pen.stroke();
       const words = past === 0 ? (this.progress.ended || this.held !== null ? clock(until) : "now") : `−${past < 60 ? `${past} s` : `${number(past / 60)} min`}`;
-      pen.textAlign = past === 0 ? "right" : "center";
-      if (past === 0 || here > left + 18) pen.fillText(words, past === 0 ? width - 1 : here, height - AXIS / 2 + 1);
+      const wide = pen.measureText(words).width;
+      const begin = past === 0 ? width - 1 - wide : here - wide / 2;
+      if (begin < left || begin + wide > free) continue;
+      pen.textAlign = "left";
+      pen.fillText(words, begin, height - AXIS / 2 + 1);
+      free = begin - 8;
     }
   }
 
@@ -289,7 +294,7 @@ export class Timeline {
     const trained = total(update);
     const shared = total(both(update, others));
     const rollout = total(both(update, work.get("rollout") ?? []));
-    let text = "Nothing was done in this time.";
+    let text = this.progress.ended && !this.progress.spans.size ? "What its stages did is not kept any longer." : "Nothing was done in this time.";
     if (trained > 0) {
       const beside = work.has("rollout") ? `, rollout for ${percent(rollout / trained)}` : "";
       text = `The update worked for ${seconds(trained)} of the ${seconds(window)} shown. Other stages worked beside it for ${percent(shared / trained)} of that${beside}.`;

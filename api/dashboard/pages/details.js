@@ -2,7 +2,8 @@
  * `update(progress)` while it is. */
 
 import { element, say } from "../element.js";
-import { ago, count, moment, number, percent, seconds, size } from "../format.js";
+import { ago, count, moment, number, percent, seconds, size, words } from "../format.js";
+import { flat } from "./keys.js";
 import { SHARES, WORDS } from "../progress.js";
 
 const LOG_SECONDS = 3;
@@ -85,9 +86,8 @@ export class Workers {
 export class Alarms {
   constructor() {
     this.note = element("p", { class: "quiet", role: "status" });
-    this.body = element("tbody");
-    this.table = table("Alarms", ["step", "metric", "what", "look at"], this.body);
-    this.element = element("div", {}, this.note, this.table);
+    this.list = element("ul", { class: "alarms", "aria-label": "Alarms, the newest first" });
+    this.element = element("div", {}, this.note, this.list);
     this.shown = -1;
   }
 
@@ -99,12 +99,11 @@ export class Alarms {
     if (alarms.length === this.shown) return;
     this.shown = alarms.length;
     say(this.note, alarms.length ? "" : "No alarm. The guard compares each step with the ones before.");
-    this.table.hidden = !alarms.length;
-    this.body.replaceChildren(
-      ...[...alarms].reverse().map((one) =>
-        element("tr", {}, element("th", { scope: "row" }, String(one.step)), element("td", {}, element("code", {}, one.metric)), element("td", { class: "prose" }, one.reason), element("td", { class: "prose" }, one.look)),
-      ),
-    );
+    const head = ({ step, metric }) => element("h3", {}, `Step ${step}: ${words(metric)} `, element("code", { title: "its name for guard.off" }, metric));
+    // The reason begins with the words of the metric, which stand above it.
+    const reason = ({ metric, reason }) => reason.replace(`${words(metric)}: `, "");
+    const entry = (one) => element("li", {}, head(one), element("p", {}, reason(one)), element("p", { class: "quiet" }, one.look));
+    this.list.replaceChildren(...[...alarms].reverse().map(entry));
   }
 }
 
@@ -113,11 +112,12 @@ export class Checkpoints {
     Object.assign(this, { service, run, seen: "" });
     this.note = element("p", { class: "quiet", role: "status" });
     this.body = element("tbody");
-    this.table = table("Checkpoints", ["version", "written", "size", "path"], this.body);
+    this.table = table("Checkpoints", ["version", "begin with it", "written", "size", "path"], this.body);
     this.element = element("div", {}, this.note, this.table);
   }
 
-  async show() {
+  async show(progress) {
+    if (progress) this.ended = progress.ended;
     try {
       const { checkpoints } = await this.service.run(this.run, "/checkpoints");
       say(this.note, checkpoints.length ? "" : "No checkpoint yet. One is written every checkpoint.every steps, at the end, and when you ask for it.");
@@ -125,13 +125,25 @@ export class Checkpoints {
       const newest = [...checkpoints].sort((a, b) => b.version - a.version);
       this.body.replaceChildren(
         ...newest.map((one) =>
-          element("tr", {}, element("th", { scope: "row" }, `v${one.version}`), element("td", {}, `${moment(one.time)} (${ago(one.time)})`), element("td", {}, size(one.bytes)), element("td", {}, element("code", {}, one.path))),
+          element("tr", {}, element("th", { scope: "row" }, `v${one.version}`), element("td", { class: "changes" }, this.links(one.version)), element("td", {}, `${moment(one.time)} (${ago(one.time)})`), element("td", {}, size(one.bytes)), element("td", {}, element("code", {}, one.path))),
         ),
       );
     } catch (problem) {
       this.table.hidden = true;
       say(this.note, problem.message);
     }
+  }
+
+  /** Where a run goes on from a checkpoint, once it has ended, and where another one begins with it. */
+  links(version) {
+    const link = (how, label) => element("a", { href: `#/runs/${encodeURIComponent(this.run)}/${how}/${version}`, "aria-label": `${label} from version ${version}` }, label);
+    return [this.ended ? link("continue", "Continue") : null, link("fork", "Fork")];
+  }
+
+  update({ ended }) {
+    if (ended === this.ended) return;
+    this.ended = ended;
+    this.show();
   }
 }
 
@@ -200,9 +212,14 @@ function readable(line) {
   return [when, String(level).padEnd(7), worker || stage || "", event, ...rest].filter(Boolean).join("  ") + (exception ? `\n${exception}` : "");
 }
 
+/** A dotted key that may go on in the next line behind a dot. */
+function broken(key) {
+  return key.split(/(?<=\.)/).flatMap((part, at) => (at ? [element("wbr"), part] : [part]));
+}
+
 export class RecipeView {
   constructor(recipe) {
-    const rows = [...flat(recipe)].map(([key, value]) => element("tr", {}, element("th", { scope: "row" }, element("code", {}, key)), element("td", {}, element("code", {}, JSON.stringify(value)))));
+    const rows = [...flat(recipe)].map(([key, value]) => element("tr", {}, element("th", { scope: "row" }, element("code", {}, broken(key))), element("td", {}, element("code", {}, JSON.stringify(value)))));
     this.element = table("Recipe", ["key", "value"], element("tbody", {}, rows));
     this.element.classList.add("recipe");
   }
@@ -268,13 +285,5 @@ export class WhatIf {
     } finally {
       this.button.disabled = false;
     }
-  }
-}
-
-/** [dotted key, value] of everything in nested tables. */
-export function* flat(tables, prefix = "") {
-  for (const [name, value] of Object.entries(tables)) {
-    if (value !== null && typeof value === "object" && !Array.isArray(value)) yield* flat(value, `${prefix}${name}.`);
-    else yield [prefix + name, value];
   }
 }

@@ -9,7 +9,7 @@ import { Chart, smooth } from "../charts/charts.js";
 import { Alarms, Checkpoints, Logs, RecipeView, WhatIf, Workers } from "./details.js";
 import { confirmed, numbered } from "../dialog.js";
 import { announce, element, paced, say } from "../element.js";
-import { count, duration, fixed, number, percent } from "../format.js";
+import { count, duration, facts, fixed, number, percent } from "../format.js";
 import { Picture } from "../picture.js";
 import { ENDED, Progress, STATES } from "../progress.js";
 import { setState, stateBadge } from "./runs.js";
@@ -73,6 +73,8 @@ export class RunPage {
       stop: button("Stop", "stop", "danger"),
       delete: button("Delete", "delete", "danger"),
     };
+    const link = (label, how, kind = "") => element("a", { class: `button ${kind}`, href: `#/runs/${encodeURIComponent(record.id)}/${how}` }, label);
+    this.links = { continue: link("Continue", "continue", "primary"), fork: link("Fork", "fork") };
     this.refused = element("p", { class: "refused", role: "alert", hidden: true });
     this.done = element("i");
     this.bar = element("div", { class: "track", role: "progressbar", "aria-label": "Steps done", "aria-valuemin": "0" }, this.done);
@@ -91,7 +93,7 @@ export class RunPage {
         "div",
         { class: "run-title" },
         element("div", {}, element("div", { class: "line" }, this.name, this.state), element("p", { class: "quiet id" }, record.id, record.recipe?.description ? `: ${record.recipe.description}` : "")),
-        element("div", { class: "buttons", role: "group", "aria-label": "This run" }, Object.values(this.buttons)),
+        element("div", { class: "buttons", role: "group", "aria-label": "This run" }, Object.values(this.links), Object.values(this.buttons)),
       ),
       this.refused,
       this.bar,
@@ -271,8 +273,10 @@ export class RunPage {
     document.title = `${STATES[state] ?? state}: ${record.name} – AsyncDock`;
     const over = ENDED.includes(state);
     const changes = document.body.dataset.runs !== "folders"; // there all runs are only shown
-    const shown = !changes ? {} : { pause: !over && state !== "paused" && state !== "created", resume: state === "paused", checkpoint: !over && state !== "created", scale: !over && state !== "created" && this.rollouts(progress) > 0, stop: !over, delete: over };
-    const possible = { pause: state === "running", resume: true, checkpoint: state === "running", scale: ["starting", "running", "paused"].includes(state), stop: state !== "stopping", delete: true };
+    const shown = !changes ? {} : { pause: !over && state !== "paused" && state !== "created", resume: state === "paused", checkpoint: !over && state !== "created", scale: !over && state !== "created" && (!progress.processes.size || this.rollouts(progress) > 0), stop: !over, delete: over };
+    const possible = { pause: state === "running", resume: true, checkpoint: state === "running", scale: ["starting", "running", "paused"].includes(state) && this.rollouts(progress) > 0, stop: state !== "stopping", delete: true };
+    this.links.continue.hidden = !changes || !over;
+    this.links.fork.hidden = !changes || state === "created";
     const held = Object.keys(this.buttons).find((what) => this.buttons[what] === document.activeElement);
     for (const [what, button] of Object.entries(this.buttons)) {
       button.hidden = !shown[what];
@@ -286,7 +290,7 @@ export class RunPage {
     this.bar.setAttribute("aria-valuenow", String(done));
     const queue = record.position ? `Place ${record.position} in the queue; it begins when a place is free.` : "It waits for an agent to take it.";
     const epochs = Object.entries(progress.epochs).map(([source, epoch]) => `epoch ${epoch} of ${source}`);
-    say(this.where, state === "created" ? queue : state === "starting" ? "Starting the workers; the first start of a model takes a while." : [`step ${done} of ${total ?? "?"}`, ...epochs].join(", "));
+    say(this.where, state === "created" ? queue : state === "starting" ? "Starting the workers; the first start of a model takes a while." : [`step ${done.toLocaleString("en")} of ${total?.toLocaleString("en") ?? "?"}`, ...epochs].join(", "));
     const parts = [progress.elapsed === null ? "" : `${duration(progress.elapsed)} elapsed`, progress.left === null || state !== "running" ? "" : `${duration(progress.left)} left`];
     say(this.left, parts.filter(Boolean).join(", "));
     const { reward, speed, staleness, kl, pace, trajectories } = this.tiles;
@@ -294,14 +298,16 @@ export class RunPage {
     const unscored = (data) => (data?.reward_failed ?? data?.failed ?? 0) + (data?.reward_absent ?? data?.absent ?? 0);
     const newest = [...progress.evaluations.values()].at(-1);
     const withUnscored = [[last, "responses"], [newest, "held-out answers"]].filter(([data]) => unscored(data) > 0);
-    say(reward.more, [last ? `± ${fixed(last.reward_std, 2)}` : "", ...withUnscored.map(([data, what]) => `${count(unscored(data))} ${what} not scored`)].filter(Boolean).join(", "));
+    say(reward.more, facts(last && `± ${fixed(last.reward_std, 2)}`, ...withUnscored.map(([data, what]) => `${count(unscored(data))} ${what} not scored`)));
     say(speed.value, count(progress.rate()));
-    say(speed.more, last ? `${count(progress.rate() / record.devices)} a device, ${count(last.tokens_generated)} generated` : "");
+    const rate = progress.rate();
+    say(speed.more, last ? facts(record.devices > 1 && rate !== null && `${count(rate / record.devices)} a device`, `${count(last.tokens_generated)} in all`) : "");
     say(staleness.value, last ? fixed(last.staleness_mean, 2) : "–");
-    say(staleness.more, `${last ? `max ${number(last.staleness_max)}, ` : ""}bound ${progress.bound ?? "–"}`);
+    say(staleness.more, facts(last && `max ${number(last.staleness_max)}`, `bound ${progress.bound ?? "–"}`));
     say(kl.value, number(last?.kl_behaviour, 2));
     say(kl.more, last ? `${percent(last.ess ?? null)} effective` : "");
     const slowest = progress.slowest;
+    pace.element.hidden = over;
     say(pace.value, slowest && state === "running" ? slowest.name : "–");
     say(pace.more, slowest && state === "running" ? `busy ${percent(slowest.share)}` : "");
     trajectories.element.hidden = !Object.keys(progress.trajectories).length;
@@ -316,8 +322,7 @@ export class RunPage {
     const spent = times.reduce((sum, each) => sum + each, 0);
     const lost = [["failed_calls", "tool calls failed"], ["branches", "branches"], ["ended_failed", "failed"], ["ended_dropped", "dropped"]];
     say(value, ended ? fixed(counts.turns / ended, 1) : "–");
-    const words = [`${count(ended)} ended`, spent ? `${percent(times[2] / spent)} of their time in environments` : "", ...lost.map(([name, what]) => (counts[name] ? `${count(counts[name])} ${what}` : ""))];
-    say(more, words.filter(Boolean).join(", "));
+    say(more, facts(`${count(ended)} ended`, spent && `${percent(times[2] / spent)} of their time in environments`, ...lost.map(([name, what]) => counts[name] && `${count(counts[name])} ${what}`)));
   }
 
   notice(progress) {

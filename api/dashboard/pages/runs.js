@@ -1,7 +1,7 @@
 /* The list of runs, newest first, asked for again every few seconds while the page is seen. */
 
 import { announce, element, say } from "../element.js";
-import { ago, fixed } from "../format.js";
+import { ago, count, fixed, since } from "../format.js";
 import { ENDED, STATES } from "../progress.js";
 
 const SECONDS = 3;
@@ -95,10 +95,12 @@ export class Runs {
     const item = this.items.get(run.id) ?? this.make(run);
     setState(item.state, run.state);
     say(item.name, run.name);
-    const where = run.state === "created" ? (run.position ? `place ${run.position} in the queue` : "waits") : `step ${run.steps_done}/${run.steps}`;
+    const where = run.state === "created" ? (run.position ? `place ${run.position} in the queue` : "waits") : `step ${count(run.steps_done)}/${count(run.steps)}`;
     say(item.steps, where);
     say(item.reward, run.reward === null || run.reward === undefined ? "" : `reward ${fixed(run.reward, 2)}`);
-    say(item.when, ago(run.ended ?? run.started ?? run.created, this.service.now));
+    const moved = run.ended ?? run.started ?? run.created;
+    say(item.when, since(moved, this.service.now));
+    item.when.title = ago(moved, this.service.now);
     item.done.style.width = `${run.steps ? (100 * run.steps_done) / run.steps : 0}%`;
     item.track.hidden = run.state === "created";
     item.link.classList.toggle("over", ENDED.includes(run.state));

@@ -116,7 +116,8 @@ def test_alarms_are_on_the_chart_where_they_happened_and_in_a_list(
     )
     assert [title for title, _ in marks] == ["Variety"]
     assert marks[0][1].startswith(
-        "Alarm at step 8: equal_groups: rewards are equal in all groups of the first 8 steps"
+        "Alarm at step 8: share of groups with equal rewards: rewards are equal in all groups of "
+        "the first 8 steps"
     )
     places = browser.js(
         "const mark = document.querySelector('.chart .mark'), over = "
@@ -133,14 +134,15 @@ def test_alarms_are_on_the_chart_where_they_happened_and_in_a_list(
     for key in (Keys.HOME, *[Keys.ARROW_RIGHT] * 7):
         browser.keys(key)
     assert browser.js(says) == [marks[0][1]]
-    assert "Alarm at step 8: equal_groups" in browser.text(".findings")
+    assert "Alarm at step 8: share of groups with equal rewards" in browser.text(".findings")
     browser.click("Alarms")
-    cells = browser.js(
-        "return [...document.querySelectorAll('#view-alarms tbody tr > *')].map((cell) => "
-        "cell.innerText)"
+    texts = browser.js(
+        "return [...document.querySelectorAll('#view-alarms li > *')].map((each) => each.innerText)"
     )
-    assert cells[:2] == ["8", "equal_groups"]
-    assert "reward functions return" in cells[3]
+    assert texts[0] == "Step 8: share of groups with equal rewards equal_groups"
+    assert texts[1].startswith("rewards are equal in all groups of the first 8 steps")
+    assert "reward functions return" in texts[2]
+    assert len(texts) == 3, "the stream and the list of alarms have the same one"
     (alarm,) = served.get(f"v1/runs/{alarmed}/stages").body["alarms"]
     assert (alarm["metric"], alarm["step"], alarm["value"]) == ("equal_groups", 8, 1.0)
 
@@ -212,7 +214,6 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(
     browser.click("Change another key")
     browser.type("Key", "train.mock.step_seconds")
     browser.type("Value", str(STEP_SECONDS))
-    browser.click("Check")
     browser.until("return document.body.innerText.includes('The recipe is sound.')")
     browser.click("Start the run")
     run = browser.until("return location.hash.startsWith('#/runs/') && location.hash.slice(7)")
@@ -232,7 +233,7 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(
         "Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, "
         "canvas.height).data.buffer)).size)"
     )
-    assert len(painted) == 14
+    assert len(painted) == 13, "the mock measures no entropy"
     assert min(painted) > 10
     bounds = browser.js(
         "return [...document.querySelectorAll('.chart:nth-child(5) tbody tr')].map((row) => "
@@ -368,13 +369,29 @@ class TestARunThatGoesOn:
                 browser.open(f"{served.url}#/runs/{going}")
             expected = ", ".join(f"epoch {epoch} of {source}" for source, epoch in epochs.items())
             browser.until(
-                f"return /step \\d+ of {STEPS}, "
+                f"return /step \\d+ of {STEPS:,}, "
                 f"{expected}$/m.test(document.querySelector('.run-head').innerText)"
             )
             shown = lambda: served.get(f"v1/runs/{going}/stages").body["epochs"]  # noqa: E731
             served.until(
                 lambda shown=shown, epochs=epochs: shown() == epochs, f"the stages show {epochs}"
             )
+
+    def test_nothing_moves_as_events_come(self, going: str, browser: Browser, served: Site) -> None:
+        browser.open(f"{served.url}#/runs/{going}")
+        browser.until("return document.querySelectorAll('.plot canvas').length >= 7")
+        browser.until("return /busy/.test(document.querySelector('#picture-says').textContent)")
+        browser.js(
+            "window.moved = []; new PerformanceObserver((list) => { for (const one of "
+            "list.getEntries()) moved.push([one.value, one.sources.map(({node}) => "
+            "node?.className ?? '')]); }).observe({type: 'layout-shift'});"
+        )
+        before = served.run(going)["steps_done"]
+        browser.until(
+            f"return Number(document.querySelector('.track[role]').ariaValueNow) > {before + 8}"
+        )
+        moved = browser.js("return window.moved")
+        assert sum(value for value, _ in moved) < 0.01, moved
 
     def test_further_runs_wait_in_a_queue_and_say_so(
         self, going: str, browser: Browser, served: Site
@@ -417,22 +434,92 @@ def test_what_is_wrong_with_a_recipe_stands_beside_its_field_with_the_fix(
     assert browser.text(".problems").startswith("2 things are wrong.")
     assert "Optimizer steps" in browser.focused()["name"]
 
-    browser.named("JSON", "field").click()
-    text = browser.named("Recipe as JSON", "field")
-    text.clear()
-    text.send_keys("{")
-    browser.click("Start the run")
-    browser.until(
-        "return document.querySelector('#recipe-text-wrong').innerText.includes('write "
-        "one JSON object')"
+    browser.named("TOML", "field").click()
+    text = browser.named("Recipe as TOML", "field")
+    assert text.get_attribute("value") == (
+        'extends = "mock"\nname = "mock"\n\n[train]\nsteps = 0\n\n[pipeline]\nstaleness = -1\n'
+    ), "what was changed is taken along"
+    lines = (
+        "return [...document.querySelectorAll('.wrong-lines li')].map((one) => "
+        "[one.querySelector('button').innerText, one.querySelector('code').innerText])"
     )
+    browser.until(f"{lines.replace('return ', 'return (')}).length === 2")
+    assert browser.js(lines) == [["Line 5", "train.steps"], ["Line 8", "pipeline.staleness"]]
+    text.clear()
+    text.send_keys("[train")
+    browser.until("return /^Line 1/.test(document.querySelector('.wrong-lines').innerText)")
     text.clear()
     text.send_keys('{"name": "mine", "train": {"stepz": 3}}')
-    browser.click("Check")
-    browser.until(
-        "return document.querySelector('#recipe-text-wrong').innerText.includes('train.stepz')"
+    browser.until("return /train.stepz/.test(document.querySelector('.wrong-lines').innerText)")
+    assert "add a [model] section" in browser.text(".wrong-lines")
+    text.clear()
+    text.send_keys('extends = "mock"\nname = "typed"\n\n[train]\nlearning_r')
+    browser.click("learning_rate")
+    browser.until("return document.activeElement.id === 'recipe-text'")
+    browser.keys("1e-4")
+    browser.until("return document.querySelector('.problems.sound')")
+    assert "Peak learning rate" in browser.text(".hints")
+
+
+def test_a_run_is_continued_and_forked_from_the_checkpoint_that_is_chosen(
+    browser: Browser, served: Site
+) -> None:
+    run = served.finished(
+        {"name": "again", "train.steps": 4, "checkpoint.every": 2, "rollout.max_tokens": TOKENS}
     )
-    assert "add a [model] section" in browser.text("#recipe-text-wrong")
+    browser.open(f"{served.url}#/runs/{run}")
+    browser.click("Continue")
+    field = browser.named("Optimizer steps", "field")
+    assert field.get_attribute("value") == "8", "it has made all of its steps"
+    browser.type("Optimizer steps", "3")
+    browser.click("Continue the run")
+    browser.until("return /nothing to resume/.test(document.querySelector('.grid').innerText)")
+    browser.type("Optimizer steps", "6")
+    browser.click("Change another key")
+    browser.type("Key", "model.source")
+    browser.type("Value", "tiny")
+    browser.click("Continue the run")
+    browser.until("return /cannot change in a resumed run/.test(document.body.innerText)")
+    assert "Value" in browser.focused()["name"]
+    browser.click("Remove this key")
+    browser.until("return document.querySelector('.problems.sound')")
+    browser.click("Continue the run")
+    served.until(lambda: served.run(run)["steps_done"] == 6, "it goes on")
+    browser.until("return document.querySelector('.run-head .state')?.innerText === 'finished'")
+
+    browser.click("Checkpoints")
+    browser.click("Fork from version 4")
+    assert browser.until("return document.querySelector('#begins-with')?.value") == "4"
+    browser.type("Name", "other")
+    browser.type("Staleness bound", "2")
+    browser.until("return document.querySelector('.problems.sound')")
+    assert browser.axe() == []
+    browser.click("Start the fork")
+    browser.until("return document.querySelector('.run-head h1')?.innerText === 'other'")
+    (fork,) = [one for one in served.runs() if one["name"] == "other"]
+    assert (fork["steps"], fork["recipe"]["pipeline"]["staleness"]) == (6, 2)
+    served.until(lambda: served.run(fork["id"])["state"] == "finished", "the fork has finished")
+
+
+def test_the_lines_of_keys_are_found_in_toml(browser: Browser) -> None:
+    text = (
+        'name = "a"\nlist = [\n  1,\n]\ntext = """\n[not.a.table]\nkey = 1\n"""\n[train]\n'
+        'steps = 3 # [a]\nmock.seconds = 1\n[[reward.functions]]\n"name" = "x"\n'
+        '[[reward.functions]]\nname = "y"\n'
+    )
+    found = browser.asynchronous(module("pages/text") + "return it.keysOf(arguments_[0]);", text)
+    assert found == [
+        [0, "name"],
+        [1, "list"],
+        [4, "text"],
+        [8, "train"],
+        [9, "train.steps"],
+        [10, "train.mock.seconds"],
+        [11, "reward.functions.0"],
+        [12, "reward.functions.0.name"],
+        [13, "reward.functions.1"],
+        [14, "reward.functions.1.name"],
+    ]
 
 
 # --------------------------------------------------------------------------------------------------

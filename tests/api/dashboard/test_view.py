@@ -33,7 +33,7 @@ def test_runs_are_shown_without_what_would_change_them(tmp_path: Path) -> None:
         browser.until("return document.querySelector('h1')?.innerText === 'mock'")
         browser.until(f"return document.body.innerText.includes('step {STEPS} of {STEPS}')")
         browser.until("return document.querySelectorAll('.chart').length > 5")
-        for selector in ("#new-run", ".buttons button"):
+        for selector in ("#new-run", ".buttons button", ".buttons a", ".changes a"):
             assert browser.js(VISIBLE.format(selector)) == 0, selector
         assert browser.js(VISIBLE.format(".runs a")) == 1
         assert browser.axe() == []
