@@ -125,7 +125,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1920, 1280, 800, 390])
 def test_no_text_leaves_its_box(
     browser: Browser, served: Site, run: str, width: int, scheme: str
 ) -> None:
