@@ -83,7 +83,11 @@ def status(
         }
 
     address = _address(name, index, run)
-    snapshot = _with_dock(*address, read) if address else ask(server, _status_of(name), name)
+    snapshot = (
+        _with_dock(*address, read)
+        if address
+        else ask(server, lambda client: _status_of(client, name), name)
+    )
     print_json(snapshot) if as_json else safe_console().print(status_view(snapshot))
 
 
@@ -102,7 +106,7 @@ def inspect(
     address = _address(name, index, run)
     rows = _with_dock(*address, lambda dock: _rows(dock, group)) if address else []
     if not rows and name:
-        rows = ask(server, _trained_rows(name, group), name)
+        rows = ask(server, lambda client: _trained_rows(client, name, group), name)
     if not rows:
         refuse(
             f"group: {group} is not there; it is not admitted yet, was dropped, or is older than "
@@ -171,53 +175,44 @@ async def _rows(dock: Any, group: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _status_of(name: str) -> Callable[[Client], Awaitable[dict[str, Any]]]:
-    """Return what asks a service for what ``status`` shows; a service does not tell of leases."""
+async def _status_of(client: Client, name: str) -> dict[str, Any]:
+    """Return what a service tells for ``status``, which are no leases."""
+    run, view = await asyncio.gather(client.run(name), client.stages(name))
+    shown = view.model_dump(mode="json")
+    gate = shown["gate"]
+    return {
+        "run": run.id,
+        "now": run.ended or time.time(),
+        "stats": {
+            **gate,
+            "gate": gate["allowed"],
+            "published": view.published,
+            "trained": view.trained,
+            "warehouses": {each["name"]: each for each in shown["warehouses"]},
+            "stages": {each.pop("name"): each for each in shown["stages"]},
+            "leases": [],
+        },
+        "ledger": {**view.ledger, "dropped": view.dropped, "dropped_tokens": view.dropped_tokens},
+    }
 
-    async def asked(client: Client) -> dict[str, Any]:
-        run, view = await asyncio.gather(client.run(name), client.stages(name))
-        shown = view.model_dump(mode="json")
-        gate = shown["gate"]
-        return {
-            "run": run.id,
-            "now": run.ended or time.time(),
-            "stats": {
-                "warehouses": {each["name"]: each for each in shown["warehouses"]},
-                "stages": {each.pop("name"): each for each in shown["stages"]},
-                "leases": [],
-                "admitted": gate["admitted"],
-                "gate": gate["allowed"],
-                "open": gate["open"],
-                **{key: shown[key] for key in ("published", "trained")},
-            },
-            "ledger": shown["ledger"] | {key: shown[key] for key in ("dropped", "dropped_tokens")},
+
+async def _trained_rows(client: Client, name: str, group: int) -> list[dict[str, Any]]:
+    """Return the samples of ``group`` as rows of :func:`group_view`."""
+    columns = {"prompt", "response", "reward", "rewards", "advantage"}
+    samples = [each async for each in client.samples(name) if each.group == group]
+    return [
+        {
+            "row": sample.place,
+            "samples": len(samples),
+            "state": f"trained in step {sample.step}",
+            "oldest_version": min((v for v, _ in sample.versions if v >= 0), default=-1),
+            "tokens": sample.tokens,
+            "columns": sample.model_dump(mode="json", include=columns),
+            "segments": [each.model_dump(mode="json") for each in sample.segments],
+            **({"ended": sample.ending} if sample.ending else {}),
         }
-
-    return asked
-
-
-def _trained_rows(name: str, group: int) -> Callable[[Client], Awaitable[list[dict[str, Any]]]]:
-    """Return what asks a service for the samples of ``group``, as rows of :func:`group_view`."""
-
-    async def asked(client: Client) -> list[dict[str, Any]]:
-        samples = [each async for each in client.samples(name) if each.group == group]
-        return [
-            {
-                "row": sample.place,
-                "samples": len(samples),
-                "state": f"trained in step {sample.step}",
-                "oldest_version": min((v for v, _ in sample.versions if v >= 0), default=-1),
-                "tokens": sample.tokens,
-                "columns": sample.model_dump(
-                    mode="json", include={"prompt", "response", "reward", "rewards", "advantage"}
-                ),
-                "segments": [each.model_dump(mode="json") for each in sample.segments],
-                **({"ended": sample.ending} if sample.ending else {}),
-            }
-            for sample in samples
-        ]
-
-    return asked
+        for sample in samples
+    ]
 
 
 def status_view(found: Mapping[str, Any]) -> RenderableType:
