@@ -112,9 +112,7 @@ def _notes(progress: Progress, summary: Mapping[str, Any]) -> list[str]:
     rewards = {reward for point in history for reward in (point.reward_low, point.reward_high)}
     are_equal = all(point.equal_rewards and point.rewarded == point.steps for point in history)
     if len(rewards) != 1 or not are_equal:
-        if len(summary["rewards"]) < 2 and not any(
-            each["failed"] for each in summary["rewards"].values()
-        ):
+        if not functions_text(summary["rewards"]):
             return []
         from api.terminal.reward_notes import reward_notes
 
@@ -301,13 +299,13 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def functions_text(rewards: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the mean scores of each of several reward functions at both ends of a run, and of any
-    the responses that it could not score."""
+    """Return the mean scores at both ends of a run, and the calls that failed, of each of several
+    reward functions, or of one that failed."""
     return "; ".join(
         f"{name} {number(figures['first_steps'], '.3f')} → {number(figures['last_steps'], '.3f')}"
-        + unscored(int(figures["lost"]), 0)
+        + unscored(int(figures["failed"]), 0)
         for name, figures in rewards.items()
-        if len(rewards) > 1 or figures["lost"]
+        if len(rewards) > 1 or figures["failed"]
     )
 
 

@@ -176,7 +176,7 @@ def test_summary_and_terminal_have_them_and_say_what_stands_out(scored: Scored) 
         progress.apply(event)
     console.print(LiveView(progress, console).render())
     text = console.export_text()
-    assert f"{figures['lost']:.0f} failed" in text
+    assert f"({figures['failed']:.0f} failed)" in text
     last = scored.steps[-1]["rewards"]
     assert f"reward {JUDGE}: {last[JUDGE]['mean']:.3f} ±{last[JUDGE]['std']:.2f}" in text
     line = plain_line(progress, [event for event in scored.events if event.kind == "step"][-1])
