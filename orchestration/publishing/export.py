@@ -85,6 +85,8 @@ def export(
         events = list(events_until(run / METRICS, checkpoint.version))
         (folder / METRICS).write_bytes(b"".join(map(line_of, events)))
         notes = [f"recipe.toml names what {to.name} lacks: {line}" for line in outside]
+        if what == "adapter" and not base_model.for_peft:
+            notes.append(f"{ADAPTER_CONFIG} names the base by its path here, as no --base is given")
         try:
             plot(folder / "reward.png", recipe, events)
         except ExtraMissing as missing:

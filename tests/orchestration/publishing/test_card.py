@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 
 from orchestration.publishing.card import ExportedModel, base_of, write_card
 from orchestration.recipe.loading.load import parse_recipe
+from pipeline.data.events import Event
 from stages.algorithms.registry import built_in
 from tests.orchestration.runs import TINY
 
@@ -48,6 +49,26 @@ def test_a_base_model_whose_card_says_nothing_has_no_licence(text: str, tmp_path
     (tmp_path / "README.md").write_text(text)
     base = base_of(str(tmp_path))
     assert (base.name, base.licence, base.for_peft) == ("", {}, {})
+
+
+def test_results_by_function_before_and_after(tmp_path: Path) -> None:
+    def evaluated(version: int, *scores: float) -> Event:
+        data = {"version": version, "step": version, "count": 8, "reward_mean": sum(scores)}
+        functions = dict(zip(["exact", "brevity"], scores, strict=True))
+        return Event("1-0", 1.0, "evaluation", {**data, "functions": functions, "samples": []})
+
+    events = [evaluated(0, 0.25, 0.5), evaluated(2, 0.5, 0.25), evaluated(4, 1.0, 0.125)]
+    model = ExportedModel("letters", 4, "merged", "", base_of("tiny"))
+    write_card(tmp_path, model, parse_recipe(TINY, files=False), [], events)
+    card = ModelCard.load(tmp_path / "README.md")
+    table = card.text.partition("sampling:\n\n")[2].partition("\n\n")[0]
+    assert table == (
+        "| policy version | answers | reward | exact | brevity |\n"
+        "|---|---|---|---|---|\n"
+        "| 0 (before) | 8 | 0.75 | 0.25 | 0.5 |\n"
+        "| 4 (after) | 8 | 1.125 | 1.0 | 0.125 |"
+    )
+    assert [result.metric_value for result in card.data.eval_results or []] == [1.125]
 
 
 def test_data_sets_of_the_hub_are_named(tmp_path: Path) -> None:

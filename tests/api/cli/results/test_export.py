@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.recipe.loading.load import load_recipe, recorded_recipe
 from orchestration.state.paths import FIRST_ID, RECIPE
 from stages.model.load import is_ready, load_model, load_tokenizer
+from tests import hub
 from tests.api.faulty import Service, run_view, served
 from tests.forked import asyncdock
 from tests.orchestration.run.test_run import weights_of
@@ -243,13 +245,12 @@ def assert_adapter_is_the_policy(run: Path, to: Path, source: str) -> None:
     export(run, to, "--what", "adapter")
     assert not (to / "config.json").exists()
     version = json.loads((max((run / "checkpoints").iterdir()) / "run.json").read_text())["version"]
-    recipe = recorded_recipe(run / RECIPE)
     checkpoint = open_checkpoint(run / "checkpoints" / f"step-{version:08d}")
     policy, _ = load_model(source, dtype=torch.float32, seed=0)
     policy = PeftModel.from_pretrained(policy, checkpoint.path / "adapter")
     base, _ = load_model(source, dtype=torch.float32, seed=0)
     opened = PeftModel.from_pretrained(base, to)
-    matrices = weights_of(recipe, checkpoint)
+    matrices = weights_of(recorded_recipe(run / RECIPE), checkpoint)
     parameters = dict(opened.get_base_model().named_parameters())
     assert matrices
     assert all(torch.equal(parameters[name], value) for name, value in matrices.items())
@@ -259,6 +260,7 @@ def assert_adapter_is_the_policy(run: Path, to: Path, source: str) -> None:
 
 def test_peft_opens_an_adapter_with_the_trained_matrices(lora: Path, tmp_path: Path) -> None:
     assert_adapter_is_the_policy(lora, tmp_path / "adapter", "tiny")
+    assert "names the base by its path" in export(lora, tmp_path / "path", "--what", "adapter")
     export(
         lora, tmp_path / "half", "--what", "adapter", "--dtype", "bfloat16", "--base", "ann/tiny"
     )
@@ -377,3 +379,24 @@ def test_a_run_of_a_service_is_exported_where_its_folder_is(full: Path, tmp_path
         code, said = refusal("letters-2", tmp_path / "other", "--server", service.url)
     assert code == 1
     assert "letters-2 is in /data/of/another, which is not on this machine; export it there" in said
+
+
+@pytest.mark.timeout(400)
+def test_a_model_is_published_in_one_command(full: Path, tmp_path: Path) -> None:
+    """In a process of its own: HF_ENDPOINT is read when the library is imported."""
+    options = ["--to", str(tmp_path / "letters"), "--push", "letters", "--private"]
+    with hub.serving() as server:
+        settings = {"HF_ENDPOINT": server.url, "HF_TOKEN": hub.TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "api.cli.main", "export", str(full), *options],
+            env={**ENVIRONMENT, **settings},
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    repository = server.repositories["ann/letters"]
+    assert repository.private
+    assert repository.files == {
+        path.name: path.read_bytes() for path in (tmp_path / "letters").iterdir()
+    }
+    assert done.stdout.splitlines()[-1].startswith(f"{server.url}/ann/letters/commit/")
