@@ -9,6 +9,7 @@ all of them ─▶ README.md ─────────────────
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +33,13 @@ from pipeline.compat.extras import ExtraMissing
 from pipeline.data.events import Event
 from pipeline.locks import locked
 from stages.adapters.options import ADAPTER
-from stages.model.manifest import verify_part
+from stages.model.manifest import FilesDamaged, verify_part
 
 What = Literal["merged", "adapter"]
 DType = Literal["bfloat16", "float16", "float32"]
 Plot = Callable[[Path, Recipe, Sequence[Event]], object]
 
+ATTEMPTS = 3  # to read a checkpoint before the run removes it
 # of training; others tell of processes, machines and prompts
 KINDS = ("state", "step", "evaluation", "alarm", "ledger")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
@@ -73,14 +75,21 @@ def export(
             "--what: 'adapter', and the run has trained all weights (model.lora.rank = 0); "
             "leave it out"
         )
-    parts = [MODEL, ADAPTER] if what == "adapter" else [MODEL]
-    checkpoint = _checkpoint(run, store_url(recipe, run), version, parts)
-    for part in parts:
-        verify_part(checkpoint.path / part)
     base_model = base_of(recipe.model.source, base)
-    model = ExportedModel(to.name, checkpoint.version, what, dtype or "", base_model)
+    parts = [MODEL, ADAPTER] if what == "adapter" else [MODEL]
     with appearing(to) as folder:
-        _write_model(checkpoint.path, folder, recipe, model)
+        for attempt in itertools.count(1):
+            checkpoint = _checkpoint(run, store_url(recipe, run), version, parts)
+            model = ExportedModel(to.name, checkpoint.version, what, dtype or "", base_model)
+            try:
+                for part in parts:
+                    verify_part(checkpoint.path / part)
+                _write_model(checkpoint.path, folder, recipe, model)
+                break
+            except (OSError, FilesDamaged):
+                # a run that goes on removes older ones
+                if checkpoint.path.exists() or attempt == ATTEMPTS:
+                    raise
         outside = write_recipe(recipe, folder / "recipe.toml")
         events = list(events_until(run / METRICS, checkpoint.version))
         (folder / METRICS).write_bytes(b"".join(map(line_of, events)))
@@ -135,14 +144,14 @@ def appearing(folder: Path) -> Iterator[Path]:
 def _write_model(checkpoint: Path, folder: Path, recipe: Recipe, model: ExportedModel) -> None:
     """Write the weights of ``checkpoint`` with what is beside them: tokenizer, chat template,
     generation config."""
-    import torch
-
     is_adapter = model.what == "adapter"
     left_out = WEIGHTS if is_adapter or model.dtype else ()
     shutil.copytree(
         checkpoint / MODEL, folder, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True
     )
     if is_adapter:
+        import torch
+
         from stages.adapters.export import load_adapter, save_adapter
 
         config = json.loads((checkpoint / ADAPTER / ADAPTER_CONFIG).read_bytes())
@@ -151,6 +160,8 @@ def _write_model(checkpoint: Path, folder: Path, recipe: Recipe, model: Exported
         config |= model.base.for_peft
         save_adapter(folder, config, load_adapter(checkpoint / ADAPTER, dtype))
     elif model.dtype:
+        import torch
+
         from stages.model.load import load_model
 
         dtype = getattr(torch, model.dtype)
