@@ -58,6 +58,9 @@ class Output(io.FileIO):
         return True
 
 
+TIED = "ASYNCDOCK_TIED"  # set for a command that is to stop when its standard input is closed
+
+
 def open_outputs() -> None:
     """Make ``sys.stdout`` and ``sys.stderr`` text streams over an :class:`Output` each, but one
     that a caller in this process has put in its place. A descriptor that was closed is opened: the

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import os
 import signal
 import sys
 import time
@@ -31,7 +32,7 @@ from api.terminal.screen import safe_console
 from api.terminal.view import viewing
 from orchestration.logs import ERRORS, RUN_LOG, append_line
 from orchestration.recipe.flow import device_count
-from orchestration.streams import keep_errors_in, output_is_gone
+from orchestration.streams import TIED, keep_errors_in, output_is_gone
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -316,7 +317,14 @@ async def execute(
             executing.cancel()
             say("Ending at once.")
 
+    def stop_at_end() -> None:
+        if not os.read(sys.stdin.fileno(), 1024):
+            loop.remove_reader(sys.stdin)
+            stop.set()
+
     loop = asyncio.get_running_loop()
+    if TIED in os.environ:
+        loop.add_reader(sys.stdin, stop_at_end)
     signals = [signal.SIGINT, signal.SIGTERM]
     # ignored when the command was started with nohup
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

@@ -14,13 +14,11 @@ import copy
 import html
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,12 +27,13 @@ from api.client.credentials import DEFAULT_SERVER
 from api.client.errors import ServiceError
 from api.client.folder import SyncFolderClient
 from api.schemas.runs import RunView
+from orchestration.processes.environment import importable
 from orchestration.recipe.loading.load import read_recipe
 from orchestration.recipe.loading.paths import resolve_paths
 from orchestration.recipe.problems import RecipeError
 from orchestration.state.paths import RECIPE, WHERE
+from orchestration.streams import TIED
 from pipeline.data.events import StepEvent
-from pipeline.index.embedded import die_with_parent
 
 LOOK_SECONDS = 0.05  # between two looks at whether a command has begun its run
 WHOLE_NUMBERS = ("step", "version")  # a history has every number as a float
@@ -184,8 +183,8 @@ def start(
 
     With ``server`` it is queued there. Else it is a process here, with its files in ``out``
     (default: runs/TIME). Unless it ``outlives`` this process, the run stops with a checkpoint
-    when this process, or the thread that called, ends (on Linux). Returns once the run has begun.
-    Raises ValueError with what the command says when it ends before.
+    when this process ends. Returns once the run has begun. Raises ValueError with what the command
+    says when it ends before.
     """
     if server:
         is_file = not isinstance(recipe, Mapping) and Path(recipe).is_file()
@@ -222,16 +221,22 @@ def _begun(arguments: list[str], folder: Path, outlives: bool) -> subprocess.Pop
     """Start `asyncdock run` with ``arguments``; return its process once the run has begun in
     ``folder``. Raises ValueError."""
     command = [sys.executable, "-P", "-m", "asyncdock_command", "run", *arguments]
-    tied = partial(die_with_parent, os.getpid(), signal.SIGTERM)
+    environment = importable(os.environ)
+    stdin = subprocess.DEVNULL
+    if not outlives:
+        environment[TIED] = "1"
+        stdin, _ = os.pipe()  # whose other end closes with this process, however that ends
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=errors,
+            env=environment,
             start_new_session=True,  # an interrupt of the kernel goes to its whole process group
-            preexec_fn=None if outlives else tied,
         )
+        if not outlives:
+            os.close(stdin)
         try:
             while process.poll() is None and not (folder / WHERE).exists():
                 with contextlib.suppress(subprocess.TimeoutExpired):

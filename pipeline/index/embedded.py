@@ -253,13 +253,12 @@ async def served_by_tls(index: EmbeddedIndex, context: ssl.SSLContext) -> AsyncI
         server.close()
 
 
-def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process signal ``number`` when ``parent``, or the thread that
-    started this process, ends (Linux only).
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when ``parent`` dies (Linux only).
 
     For the child, before it runs its program.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # the parent died before the call
             os._exit(1)
