@@ -9,7 +9,7 @@
     deploy         the policy of a run on Ray Serve (api.cli.service.deploy)
     runs, login    the runs of a service, over REST (api.cli.service.runs)
     link           a link that signs a browser in to a service (api.cli.service.link)
-    why            what a run waits for at this moment (api.cli.service.why)
+    why            what a run waits for at this moment (api.cli.why)
     checkpoint     whether checkpoints are as they were written (api.cli.checkpoint)
     dock, track    the sample flow of a run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
     sweep          one recipe with several settings (api.cli.results.sweep)
@@ -18,7 +18,7 @@
     export         a checkpoint as a folder for others, and on the Hub (api.cli.results.export)
     compare        runs beside each other (api.cli.results.compare)
     samples        what a run was trained on (api.cli.results.samples)
-    pairs          preference pairs of a run's samples (api.cli.pairs)
+    pairs          preference pairs of a run's samples (api.cli.results.pairs)
 
 Exit codes are in api.cli.common.exit_codes and docs/runs.md.
 """
@@ -84,7 +84,7 @@ COMMANDS = {
         "Start workers of a run that another machine executes.",
     ),
     "pairs": (
-        "api.cli.pairs:pairs_command",
+        "api.cli.results.pairs:pairs_command",
         "Write preference pairs for DPO: of each group that the run was trained on, the "
         "best response against the worst.",
     ),
@@ -114,7 +114,7 @@ COMMANDS = {
         "Serve models to Tinker's clients: their training loops, on engines of this machine.",
     ),
     "why": (
-        "api.cli.service.why:why_command",
+        "api.cli.why:why_command",
         "Print who waits for whom in a run at this moment, for how long, and which bound ends it.",
     ),
     "link": (

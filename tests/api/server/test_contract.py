@@ -169,8 +169,16 @@ async def run(index_url: str) -> AsyncGenerator[Index, None]:
     ("body", "field", "fix"),
     [
         ({}, "body", "one of recipe, recipe_name, toml and run"),
-        ({"recipe": MOCK, "recipe_name": "mock"}, "body", "one of recipe, recipe_name, toml and run"),
-        ({"recipe_name": "mock", "recipe": None}, "body", "one of recipe, recipe_name, toml and run"),
+        (
+            {"recipe": MOCK, "recipe_name": "mock"},
+            "body",
+            "one of recipe, recipe_name, toml and run",
+        ),
+        (
+            {"recipe_name": "mock", "recipe": None},
+            "body",
+            "one of recipe, recipe_name, toml and run",
+        ),
         ({"recipe_name": 3}, "recipe_name", "a valid string"),
         ({"recipe": []}, "recipe", "an object"),
         ({"recipe": MOCK, "overides": {}}, "overides", "remove it"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from api.cli.pairs import pairs_command
+from api.cli.results.pairs import pairs_command
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from stages.samples.preference_pairs import PairsError, export_pairs, pair_of

@@ -474,7 +474,12 @@ async def test_samples_are_found_by_text_group_prompt_and_conditions_on_any_colu
     for step in range(3):
         group = [
             {
-                **{"step": step + 1, "group": 10 + step, "place": place, "prompt": f"({step % 2}+.*"},
+                **{
+                    "step": step + 1,
+                    "group": 10 + step,
+                    "place": place,
+                    "prompt": f"({step % 2}+.*",
+                },
                 **{"response": "Stra\u00dfe (a|b)*" if place else "no", "reward": 0.5, "tokens": 3},
                 **{
                     "rewards": {"exact": place / 2},
