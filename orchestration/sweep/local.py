@@ -17,7 +17,6 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,11 @@ from orchestration.processes.environment import importable
 from orchestration.recipe.problems import RecipeError
 from orchestration.state.lock import RunLocked, lock_run
 from orchestration.state.paths import RECIPE
+from orchestration.streams import TIED
 from orchestration.sweep.checks import recipe_of
 from orchestration.sweep.record import LOGS, RECIPES, Sweep, SweepRun
 from orchestration.sweep.room import Room, Share
 from pipeline.data.events import Event, order
-from pipeline.index.embedded import die_with_parent
 
 log = structlog.get_logger()
 
@@ -128,14 +127,13 @@ class LocalRuns:
             process = await asyncio.create_subprocess_exec(
                 *COMMAND,
                 *arguments,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE,  # closes with this process, however that ends
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 limit=LINE_BYTES,
                 cwd=self._sweep.request.begun_in,
-                env=importable(os.environ),
+                env={**importable(os.environ), TIED: "1"},
                 start_new_session=True,  # Ctrl-C reaches the sweep, which interrupts it once
-                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
         assert process.stdout is not None
         terminating = None
