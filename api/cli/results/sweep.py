@@ -222,7 +222,8 @@ async def _watch(
     def show_line(run: SweepRun) -> None:
         if plain and shown.get(run.name) != run.state:
             shown[run.name] = run.state
-            screen.print(f"{run.name}  {_state_text(run)}", soft_wrap=True, highlight=False)
+            value = "" if run.value is None else f"  {run.value:.4g}"
+            screen.print(f"{run.name}{value}  {_state_text(run)}", soft_wrap=True, highlight=False)
 
     execution = SweepExecution(sweep, executor, show=show_line)
     with _live(execution, screen) if not plain else contextlib.nullcontext():
@@ -231,8 +232,7 @@ async def _watch(
 
 
 def _state_text(run: SweepRun) -> str:
-    value = "" if run.value is None else f"  {run.value:.4g}"
-    return run.state + value + (f": {run.reason}" if run.reason else "")
+    return run.state + (f": {run.reason}" if run.reason else "")
 
 
 def _live(execution: SweepExecution, screen: Console) -> contextlib.AbstractContextManager[Any]:
@@ -254,7 +254,8 @@ def runs_table(execution: SweepExecution, rows: int) -> Table:
     shown = sorted(sweep.runs, key=lambda run: (run.state != "running", not run.is_over))
     metric = sweep.request.metric
     grid = table("run", "step", metric, "state", right=("step", metric))
-    grid.caption = f"{sum(run.is_over for run in sweep.runs)} of {len(sweep.runs)} are over"
+    count = max(len(sweep.runs), sweep.request.trials)
+    grid.caption = f"{sum(run.is_over for run in sweep.runs)} of {count} are over"
     for run in shown[: max(1, rows)]:
         progress = execution.progress[run.name]
         value = progress.value if run.value is None else run.value

@@ -41,7 +41,8 @@ def test_each_run_has_its_folder_and_the_table_has_their_means(swept: tuple[Path
     ]
     for run in folders(out):
         assert f"{run.name}  running\n" in output
-        assert f"{run.name}  finished" in output
+        value = events(run, "step")[-1]["reward_mean"]  # a tenth of ten steps
+        assert f"{run.name}  {value:.4g}  finished\n" in output
     for bound in (0, 1):
         ends = []
         for run in folders(out):
