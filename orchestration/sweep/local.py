@@ -96,8 +96,11 @@ class LocalRuns:
             code = await self._run_command(run, arguments, report, stop)
             if code >= 0:
                 state = STATES.get(code, "failed")
-                reason = _summary(folder).get("reason") or self._last_line(run)
-                return state, reason if state == "failed" else ""
+                if state != "failed":
+                    return state, ""
+                summary = _summary(folder)  # of this end, or of one before
+                said = summary.get("state") == state and summary.get("reason")
+                return state, said or self._last_line(run)
             if stop.is_set():
                 return "stopped", f"ended by signal {-code}"
         return "failed", f"ended by signal {-code}, as {MOST_KILLED} times in a row"
