@@ -45,9 +45,9 @@ export function count(value) {
   return `${name === "k" ? Number(digits) : digits}${name}`;
 }
 
-/** Figures with their words, those that there are: a line breaks between two of them, and not in a short one. */
+/** Figures with their words, those that there are. */
 export function facts(...parts) {
-  return parts.filter(Boolean).map((one) => (one.length > 20 ? one : one.replaceAll(" ", "\u00a0"))).join(", ");
+  return parts.filter(Boolean).join(", ");
 }
 
 export function percent(share) {

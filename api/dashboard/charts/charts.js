@@ -153,7 +153,7 @@ export class Chart {
         scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: (u, low, high) => this.range(low, high) } },
         axes: [
           { ...axis, size: 24, gap: 4, space: 64, incrs: INCREMENTS, values: (u, values) => values.map(steps) },
-          { ...axis, size: (u, labels) => Math.max(46, widest(u.ctx, font, labels ?? []) + 6), gap: 4, space: 28, values: (u, values) => values.map((value) => this.format(value)) },
+          { ...axis, size: (u, labels) => Math.max(46, widest(u.ctx, font, labels ?? []) + 6), gap: 4, space: 28, values: (u, values) => this.labels(values) },
         ],
         cursor: { sync: { key: "run" }, y: false, drag: { x: false, y: false }, points: { size: 7 } },
         hooks: { draw: [(u) => this.mark(u)], setCursor: [(u) => this.read(u.cursor.idx ?? this.data[0].length - 1, u.cursor.idx != null)] },
@@ -171,6 +171,13 @@ export class Chart {
       const left = u.valToPos(Math.max(step, this.data[0][0]), "x");
       u.over.append(element("i", { class: "mark", title: text, set: { style: `left: ${left}px` } }));
     }
+  }
+
+  /** The labels of an axis, with as many digits as they differ by. */
+  labels(values) {
+    let texts = values.map((value) => this.format(value));
+    for (let digits = 3; digits < 9 && new Set(texts).size < texts.length; digits += 1) texts = values.map((value) => number(value, digits));
+    return texts;
   }
 
   range(low, high) {

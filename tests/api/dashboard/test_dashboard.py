@@ -1174,6 +1174,19 @@ def test_numbers_are_written_as_a_person_reads_them(browser: Browser) -> None:
         module("format") + "return [it.number(null), it.number(NaN), it.percent(undefined)];"
     )
     assert missing == ["–"] * 3
+    counts = browser.asynchronous(
+        module("format") + "return arguments_[0].map(it.count);",
+        [9999, 10_000, 96_139, 999_499, 999_500, 1_234_567],
+    )
+    assert counts == ["9,999", "10k", "96.1k", "999k", "1.00M", "1.23M"]
+
+
+def test_labels_of_an_axis_differ(browser: Browser) -> None:
+    labels = browser.asynchronous(
+        module("charts/charts") + "const chart = new it.Chart({title: 'a', series: []});"
+        "return [[0.196, 0.197, 0.198], [0, 5, 10]].map((values) => chart.labels(values));"
+    )
+    assert labels == [["0.196", "0.197", "0.198"], ["0", "5", "10"]]
 
 
 # --------------------------------------------------------------------------------------------------
