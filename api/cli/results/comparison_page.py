@@ -27,7 +27,7 @@ MODULES = (
     "charts/comparison.js",
 )
 IMPORT = re.compile(r'^import (\w+|\{[^}]*\}) from "[./]*([^"]+)";$', re.MULTILINE)
-EXPORT = re.compile(r"^export (?=(?:function|class|const|let) (\w+))", re.MULTILINE)
+EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) (\w+))", re.MULTILINE)
 FONT = re.compile(r"@font-face \{.*?\}\n", re.DOTALL)
 PAGE = """<!doctype html>
 <html lang="en">
