@@ -3,8 +3,8 @@
     recipes/NAME.json ─▶ asyncdock run --out NAME --json ─▶ events, by a pipe ─▶ report
                          asyncdock resume NAME --json         └ killed ─▶ resumed, from its newest checkpoint
 
-When the sweep's process is killed, the kernel terminates its runs (Linux): they stop
-with a checkpoint, and the next process of the sweep waits for them.
+When the sweep's process is killed, the standard input of its runs closes: they stop with a
+checkpoint, and the next process of the sweep waits for them.
 """
 
 from __future__ import annotations
