@@ -26,6 +26,7 @@ def archive(
     to: Annotated[
         Path, typer.Option(metavar="FILE|FOLDER", help="A new file as X.tar.gz, or a new folder.")
     ],
+    as_json: JsonOption = False,
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Keep an ended run elsewhere: its recipe, metrics, samples, logs and newest checkpoint."""
@@ -37,6 +38,8 @@ def archive(
         archived(folder, to)
     except (RunError, OSError) as error:
         refuse(error, FAILED)
+    if as_json:
+        return print_json({"run": str(folder), "archive": str(to)})
     write(f"{folder} is in {to}; unpacked, `asyncdock view` and `asyncdock resume` take it")
 
 

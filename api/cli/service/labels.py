@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from api.cli.common.exit_codes import FAILED
-from api.cli.common.output import refuse
+from api.cli.common.options import JsonOption
+from api.cli.common.output import print_json, refuse
 from api.cli.service.asking import ServerOption, ask, is_run_folder
 from api.client.credentials import DEFAULT_SERVER
 from api.terminal.screen import write
@@ -28,22 +30,27 @@ def tag(
         list[str] | None,
         typer.Argument(metavar="[+TAG|-TAG]...", help="Tags to add, and to take away."),
     ] = None,
+    as_json: JsonOption = False,
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Add tags to a run (+good) and take others away (-bad); print those that it has then."""
     changes = tags or []
     more = [word.removeprefix("+") for word in changes if not word.startswith("-")]
     fewer = [word[1:] for word in changes if word.startswith("-")]
-    write(" ".join(_changed(run, server, more, fewer, None).tags))
+    labels = _changed(run, server, more, fewer, None)
+    print_json({"run": run, **asdict(labels)}) if as_json else write(" ".join(labels.tags))
 
 
 def note(
     run: RunArgument,
     text: Annotated[str, typer.Argument(metavar="TEXT", help='"" removes it.')],
+    as_json: JsonOption = False,
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Write TEXT to a run, in place of what was there."""
-    _changed(run, server, (), (), text)
+    labels = _changed(run, server, (), (), text)
+    if as_json:
+        print_json({"run": run, **asdict(labels)})
 
 
 def _changed(

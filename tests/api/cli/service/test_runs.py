@@ -94,7 +94,8 @@ def test_one_run_is_shown(service: Service) -> None:
     assert code == FINISHED
     for text in (RUN, "failed: update-0: [out of] memory", "3 of 8", "by ada", "attempt 1"):
         assert text in " ".join(out.split())
-    assert json.loads(asyncdock("runs", "show", RUN, "--json")[1]) == service.runs[0]
+    shown = json.loads(asyncdock("runs", "show", RUN, "--json")[1])
+    assert shown == service.runs[0] | {"notes": "", "tags": []}
 
 
 def test_a_recipe_of_the_service_is_started_with_overrides(service: Service) -> None:
@@ -432,8 +433,9 @@ def test_each_command_says_what_it_does() -> None:
     ]:  # type: ignore[union-attr]
         code, out, _ = asyncdock("runs", name, "--help")
         assert code == FINISHED
-        assert "--server" in out
-        assert "ASYNCDOCK_SERVER" in out
+        if name != "disk":  # of this machine alone
+            assert "--server" in out
+            assert "ASYNCDOCK_SERVER" in out
         assert "--json" in out
 
 
