@@ -6,7 +6,7 @@ import { announce, element, say } from "../element.js";
 import { number } from "../format.js";
 
 const HEIGHT = 148;
-const INCREMENTS = [1, 10, 100, 1000, 10_000, 100_000, 1_000_000, 10_000_000].flatMap((unit) => [unit, 2 * unit, 5 * unit]); // between labels, in steps
+export const INCREMENTS = [1, 10, 100, 1000, 10_000, 100_000, 1_000_000, 10_000_000].flatMap((unit) => [unit, 2 * unit, 5 * unit]); // between labels, in steps
 const TABLE_ROWS = 50; // newest steps in the table
 
 const steps = (value) => value.toLocaleString("en");

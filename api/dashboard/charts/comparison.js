@@ -7,7 +7,7 @@ import uPlot from "../vendor/uPlot.js";
 import { announce, element, say } from "../element.js";
 import { count, number } from "../format.js";
 import { Table } from "../charts/table.js";
-import { colour, smooth } from "../charts/charts.js";
+import { INCREMENTS, colour, smooth } from "../charts/charts.js";
 
 const COLOURS = ["series-1", "series-2", "stage-reward", "stage-sync", "stage-evaluation", "stage-advantage", "series-bound"];
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
@@ -166,7 +166,7 @@ class Curves {
         legend: { show: false },
         scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: [low - room, high + room] } },
         axes: [
-          { ...axis, size: 26, gap: 4, space: 64, values: (u, values) => values.map(short) },
+          { ...axis, ...(this.by === "hours" ? {} : { incrs: INCREMENTS }), size: 26, gap: 4, space: 64, values: (u, values) => values.map(short) },
           { ...axis, size: 56, gap: 4, space: 32, values: (u, values) => values.map((value) => number(value, 3)) },
         ],
         focus: { alpha: 0.2 },

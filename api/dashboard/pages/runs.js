@@ -94,7 +94,7 @@ export class Runs {
   item(run) {
     const item = this.items.get(run.id) ?? this.make(run);
     setState(item.state, run.state);
-    say(item.name, run.name);
+    say(item.name, run.id.startsWith(run.name) ? run.name : run.id); // of a folder: its name tells more than its recipe's
     const where = run.state === "created" ? (run.position ? `place ${run.position} in the queue` : "waits") : `step ${count(run.steps_done)}/${count(run.steps)}`;
     say(item.steps, where);
     say(item.reward, run.reward === null || run.reward === undefined ? "" : `reward ${fixed(run.reward, 2)}`);
