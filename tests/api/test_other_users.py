@@ -162,7 +162,7 @@ def test_the_token_is_in_no_file_and_in_no_process_that_another_user_can_read(
     assert any("api.cli.main" in text or "tests.api.watched" in text for text in heard), (
         "no command line was read"
     )
-    secret = served.token.rpartition("_")[2]
+    secret = served.token.split("_", 2)[2]  # which may have more of them
     assert not [text for text in heard if secret in text]
     assert secret not in served.log.read_text()
     assert {path.stat().st_mode & 0o777 for path in services_folder().iterdir()} == {0o600}
