@@ -79,7 +79,7 @@ def _checked(where: str) -> str:
 class SampleFilter(Strict):
     """What a sample must be: all that is given."""
 
-    step: int | None = Field(None, ge=0, le=2**31, description="Only of this optimizer step.")
+    step: int | None = Field(None, ge=1, le=2**31, description="Only of this optimizer step.")
     group: int | None = Field(None, ge=0, le=2**53, description="Only of this group.")
     prompt_id: str | None = Field(
         None, max_length=12, description="Only of this prompt, in any step."
