@@ -17,9 +17,17 @@ MOST_TAGS = 20
 MOST_NOTES = 4000  # characters
 
 
+class NotLabels(ValueError):
+    """Tags or notes, which ``field`` says, that are not in form."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
 @dataclass(frozen=True)
 class Labels:
-    """``tags``: sorted words; ``notes``: a text. Raises ValueError where they are not in form."""
+    """``tags``: sorted words; ``notes``: a text. Raises NotLabels."""
 
     tags: tuple[str, ...] = ()
     notes: str = ""
@@ -28,15 +36,16 @@ class Labels:
         object.__setattr__(self, "tags", tuple(sorted(set(self.tags))))
         for tag in self.tags:
             if not TAG.fullmatch(tag):
-                raise ValueError(
-                    f"tags: {tag!r} is no tag; use up to 40 characters without blanks and commas, "
-                    f"the first of them no + or -"
+                raise NotLabels(
+                    "tags",
+                    f"{tag!r} is no tag; use up to 40 characters without blanks and commas, the "
+                    f"first of them no + or -",
                 )
         if len(self.tags) > MOST_TAGS:
-            raise ValueError(f"tags: {len(self.tags)} are too many; use at most {MOST_TAGS}")
+            raise NotLabels("tags", f"{len(self.tags)} are too many; use at most {MOST_TAGS}")
         if len(self.notes) > MOST_NOTES:
-            raise ValueError(
-                f"notes: {len(self.notes)} characters are too many; use at most {MOST_NOTES}"
+            raise NotLabels(
+                "notes", f"{len(self.notes)} characters are too many; use at most {MOST_NOTES}"
             )
 
     def tagged(self, more: Collection[str], fewer: Collection[str]) -> Labels:

@@ -51,7 +51,7 @@ from orchestration.checkpoints import checkpoint, recorded
 from orchestration.recipe.flow import device_count
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import CHECKPOINT_REPORTED, RUN_FLOW
-from orchestration.state.labels import Labels
+from orchestration.state.labels import Labels, NotLabels
 from orchestration.state.paths import store_url
 from orchestration.state.registry import RunRecord
 from orchestration.supervise.scale import overrides_of, request_scale
@@ -273,9 +273,8 @@ async def label_run(service: Service, path: RunPath, body: LabelsBody) -> RunVie
     notes = record.labels.notes if body.notes is None else body.notes
     try:
         labels = Labels(tuple(tags), notes)
-    except ValueError as error:
-        field = str(error).partition(":")[0]
-        raise HTTPProblem(422, str(error), kind="labels", field=field) from None
+    except NotLabels as error:
+        raise HTTPProblem(422, str(error), kind="labels", field=error.field) from None
     return await _view(service, await service.registry.label(path.run, labels))
 
 

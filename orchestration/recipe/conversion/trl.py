@@ -75,10 +75,7 @@ RULES: Mapping[str, Rule] = {
     "importance_sampling_level": To(
         f"{OPTIONS}.ratio_level", {"token": None, "sequence": "geometric"}
     ),
-    "scale_rewards": To(
-        f"{OPTIONS}.scale_rewards",
-        {"group": None, True: None, "batch": "batch", "none": False, False: False},
-    ),
+    "scale_rewards": By(f"{OPTIONS}.scale_rewards, {OPTIONS}.deviation_of"),
     "multi_objective_aggregation": To(
         "algorithm.name", {"sum_then_normalize": None, "normalize_then_sum": "gdpo"}
     ),
@@ -134,6 +131,10 @@ def convert(settings: Mapping[str, Any]) -> Conversion:
     else:
         done.remarks["loss_type"] = f"{loss!r} is not here; docs/stages.md lists the algorithms"
     _clip(settings, done)
+    if settings.get("scale_rewards") == "batch":
+        done.put(f"{OPTIONS}.deviation_of", "batch", "scale_rewards")
+    elif settings.get("scale_rewards") in ("none", False):
+        done.put(f"{OPTIONS}.scale_rewards", False, "scale_rewards")
     if "warmup_ratio" in settings and "train.steps" in done.recipe:
         share = as_number(settings["warmup_ratio"])
         done.put("train.warmup_steps", round(share * done.recipe["train.steps"]), "warmup_ratio")

@@ -41,28 +41,36 @@ class GRPO(GroupCompared):
     }
     """
 
-    scale_rewards: bool | Literal["batch"] = Field(
+    scale_rewards: bool = Field(
         default=True,
-        description="Divide advantages by the group's standard deviation. false: only subtract the "
-        "mean (Dr. GRPO, arXiv 2503.20783). `batch`: divide by the deviation of the rewards of the "
-        "whole train batch, so that a group of nearly equal rewards is not blown up (Lite-PPO, "
-        "arXiv 2508.08221, section 4.1).",
+        description="Divide advantages by a standard deviation of rewards. false: only subtract "
+        "the mean (Dr. GRPO, arXiv 2503.20783).",
+    )
+    deviation_of: Literal["group", "batch"] = Field(
+        default="group",
+        description="The rewards of that deviation: of the `group`, or of the whole train `batch`, "
+        "so that a group of nearly equal rewards is not blown up (Lite-PPO, arXiv 2508.08221, "
+        "section 4.1).",
     )
 
     @property
+    def _by_batch(self) -> bool:
+        return self.scale_rewards and self.deviation_of == "batch"
+
+    @property
     def loss_reads(self) -> Columns:
-        reward = {"reward": "float32"} if self.scale_rewards == "batch" else {}
+        reward = {"reward": "float32"} if self._by_batch else {}
         return {**super().loss_reads, **reward}
 
     def advantage(self, rewards: torch.Tensor) -> torch.Tensor:
         """Return ``(r - mean) / (std + 1e-4)``, where std has N - 1 in its denominator as in
         TRL."""
         centred = rewards - rewards.mean()
-        scaled = self.scale_rewards is True
-        return centred / (rewards.std() + ADVANTAGE_EPS) if scaled else centred
+        by_group = self.scale_rewards and not self._by_batch
+        return centred / (rewards.std() + ADVANTAGE_EPS) if by_group else centred
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
-        if self.scale_rewards != "batch":
+        if not self._by_batch:
             return super().prepare(batch)
         deviation = batch.moments(batch["reward"])[1]
         return {"advantage": batch["advantage"] / (deviation + ADVANTAGE_EPS)}

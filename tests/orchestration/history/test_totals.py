@@ -54,6 +54,7 @@ ALARM = {
 # has not.
 EVENTS = [
     *scripted.events(),
+    scripted.step(8, rewards={"exact": {"mean": 0.5, "calls": 4.0, "seconds": 0.2}}),
     *(stage(30 + at, wall) for at, wall in enumerate([3.0, 6.0, 1.0, 4.0])),
     answered(34, 3.0, open=2, turns=4, ended_turns=1),
     answered(35, 6.0, open=3, turns=7, ended_turns=2),

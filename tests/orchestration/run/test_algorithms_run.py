@@ -23,7 +23,7 @@ TWO = [{"name": "spelling"}, {"name": "exact_number", "weight": 0.5}]
         ("m2po", {}, TWO[:1], {"ess"}),
         (
             "grpo",
-            {"scale_rewards": "batch", "entropy_coef": 0.01, "off_policy_mask": 0.1},
+            {"deviation_of": "batch", "entropy_coef": 0.01, "off_policy_mask": 0.1},
             TWO[:1],
             {"off_policy_fraction"},
         ),

@@ -45,7 +45,7 @@ def plain_columns() -> dict[str, torch.Tensor]:
 
 
 def test_a_group_is_divided_by_the_deviation_of_the_batch() -> None:
-    algorithm = build_algorithm("grpo", {"scale_rewards": "batch"})
+    algorithm = build_algorithm("grpo", {"deviation_of": "batch"})
     made = algorithm.credit({"reward": torch.tensor([1.0, 0.0])})
     assert not isinstance(made, Drop)
     assert made["advantage"].tolist() == [0.5, -0.5]

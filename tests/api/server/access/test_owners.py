@@ -29,6 +29,7 @@ PEOPLE: list[tuple[str, Scope]] = [
 FOR_ALL = {"get_published", "get_weights"}
 BODIES: dict[str, Any] = {
     "scale_run": {"rollout": 1},
+    "label_run": {"tags": ["good"]},
     "put_prompts": {"prompts": [{"prompt": "a="}]},
     "get_experience": {"stage": "rollout", "worker": "w", "count": 1},
     "weight_sync_notify": {"worker": "w", "version": 0},
