@@ -26,7 +26,8 @@ from benchmarks.executed import executed
 from orchestration.history.totals import RunTotals
 from orchestration.recipe.schema import Recipe
 from pipeline.data.events import Event
-from stages.samples.sample_log import FOLDER, Sample, read
+from stages.samples.reading import newest
+from stages.samples.sample_log import FOLDER, Sample
 from tests.orchestration.rewards import counted
 from tests.orchestration.runs import TINY, recipe
 
@@ -72,7 +73,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Scored:
         patch.setenv(counted.FILE, str(folder / "calls"))
         events = asyncio.run(executed(of, folder / "run"))
     samples = collections.defaultdict(list)
-    for sample in read(folder / "run" / FOLDER, lambda _: True, limit=10_000)[0]:
+    for sample in newest(folder / "run" / FOLDER):
         samples[sample["step"]].append(sample)
     calls = [line.split() for line in (folder / "calls").read_text().splitlines()]
     return Scored(of, folder / "run", events, samples, calls)
