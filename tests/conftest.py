@@ -137,6 +137,9 @@ def state_home(shared_memory: dict[str, str]) -> Iterator[None]:
         yield
 
 
+LOGS = structlog.get_config()
+
+
 @pytest.fixture(autouse=True)
 def umask_as_it_was() -> Iterator[None]:
     """A command that a test runs in this process makes later files private for this test alone."""
@@ -148,14 +151,14 @@ def umask_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def logs_as_they_were() -> Iterator[None]:
-    """A command that a test runs in this process sends logs to what pytest captures for this test
-    alone."""
-    before = structlog.get_config()
+    """A command that a test, or a fixture of its file, runs in this process sends logs to what pytest
+    captures then alone."""
+    structlog.configure(**LOGS)
     asyncio_log = logging.getLogger("asyncio")
     handlers = asyncio_log.handlers
     propagate = asyncio_log.propagate
     yield
-    structlog.configure(**before)
+    structlog.configure(**LOGS)
     asyncio_log.handlers = handlers
     asyncio_log.propagate = propagate
 
