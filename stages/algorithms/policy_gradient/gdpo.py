@@ -11,7 +11,6 @@ from pydantic import Field
 from stages.algorithms.interface import FOLLOWS
 from stages.algorithms.policy_gradient.grpo import ADVANTAGE_EPS, GRPO
 from stages.flow.declarations import Columns, Drop
-from stages.rewards.scores import has_failed
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +50,8 @@ class GDPO(GRPO):
         """Return the sum over functions of weight × ``(s - mean) / (std + 1e-4)`` of the group's
         ``scores`` [N, K]. A function that does not apply to a response, or has failed on it, adds
         nothing there."""
+        from stages.rewards.scores import has_failed  # with torch, which checks of recipes need not
+
         scores = group["scores"].float()
         counts = ~(scores.isnan() | has_failed(scores))
         total = scores.new_zeros(len(scores))
