@@ -210,7 +210,7 @@ async def test_raylets_are_killed_and_no_sample_is_lost(cluster: Any, tmp_path: 
     assert len(deaths) == len(set(deaths)), "one event for each"
     # of each step its last event
     groups = {step["step"]: step["groups"] for step in watched.of("step")}
-    assert sorted(groups) == list(range(len(groups)))
+    assert sorted(groups) == list(range(1, len(groups) + 1))
     assert sorted(group for of_step in groups.values() for group in of_step) == list(
         range(len(groups) * 4)
     )
