@@ -158,15 +158,14 @@ class FolderRuns(Registry):
 
     async def _record(self, record: RunRecord) -> RunRecord:
         """Return ``record``, of a run that may go on as it is now."""
-        if record.ended is not None:
-            return record
         run = record.id
         folder = Path(record.folder)
-        where = await asyncio.to_thread(live_index, folder)
+        has_ended = record.ended is not None
+        where = None if has_ended else await asyncio.to_thread(live_index, folder)
         if where is None:
             if run in self._opened and self._opened[run].server is None:
                 await self._close(run)
-            return await asyncio.to_thread(_ended, run, folder)
+            return record if has_ended else await asyncio.to_thread(_ended, run, folder)
         if run not in self._opened or self._opened[run].run != where["run"]:
             await self._close(run)
             self._opened[run] = _Opened(
