@@ -195,7 +195,12 @@ def computes_reference(recipe: Recipe) -> bool:
 
 
 def device_count(recipe: Recipe) -> int:
-    """Return how many devices the engines of the run compute on, if each has its own."""
+    """Return how many devices the engines of the run compute on, if each has its own.
+
+    A reference is not counted where code that the recipe names cannot be imported: whoever reads a
+    run needs none of its code.
+    """
     if recipe.colocated:
         return recipe.train.ranks
-    return recipe.rollout.workers + recipe.train.ranks + int(computes_reference(recipe))
+    references = int(value_or_none(lambda: computes_reference(recipe)) or False)
+    return recipe.rollout.workers + recipe.train.ranks + references

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from orchestration.recipe.flow import needs_reference
+from orchestration.recipe.flow import device_count, needs_reference
 from orchestration.recipe.loading.keys import sections
 from orchestration.recipe.loading.load import load_recipe, parse_recipe, read_recipe
 from orchestration.recipe.problems import RecipeError
@@ -149,6 +149,16 @@ def test_a_colocated_run_has_as_many_rollout_engines_as_ranks(minimal: Path) -> 
 def test_a_reference_is_needed_exactly_with_a_kl_term(minimal: Path) -> None:
     assert not needs_reference(load_recipe(minimal))
     assert needs_reference(load_recipe(minimal, ["algorithm.options.kl_coef=0.05"]))
+
+
+def test_devices_of_a_run_are_counted_without_its_code(minimal: Path) -> None:
+    """A run is listed and read where its modules cannot be imported."""
+    tables = load_recipe(minimal).model_dump()
+    tables["stages"] = [{"use": "not_here:Judge"}]
+    assert device_count(Recipe.recorded(tables)) == 2
+    tables["stages"] = []
+    tables["algorithm"] |= {"name": "not_here:Mine", "options": {}}
+    assert device_count(Recipe.recorded(tables)) == 2
 
 
 def test_a_recipe_cannot_be_changed(minimal: Path) -> None:
