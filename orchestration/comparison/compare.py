@@ -140,7 +140,7 @@ def compare(runs: Sequence[RunResult], metrics: Sequence[str] = ()) -> Compariso
     for metric in metrics:
         if metric not in known and metric != REWARD:
             raise ValueError(
-                f"metric: no run has {metric!r}; use one of: {', '.join(sorted(known))}"
+                f"metric = {metric!r}: no run has it; use one of: {', '.join(sorted(known))}"
             )
     return Comparison(runs, metrics)
 

@@ -73,7 +73,7 @@ def compare_command(
     try:
         comparison = compare(results_of(runs, server), metrics or [])
     except ValueError as error:
-        refuse(f"--metric: {error}" if metrics else error)
+        refuse(error)
     if plot is not None:
         _plot(plot, comparison, axis)
     if html is not None:
