@@ -33,10 +33,11 @@ COMPARED = {
     "staleness_min": ("staleness", ">="),
 }
 TEXTUAL = ("=", "!=")  # those that compare texts, too
+_COLUMN = r"\s*([^<>=!,\s][^<>=!,]*?)\s*"
 _CONDITION = re.compile(
-    r"\s*([^<>=!\s][^<>=!]*?)\s*"
-    r"(?:(<=|>=|<|>)\s*([-+]?\d*\.?\d+(?:e[-+]?\d+)?)|(!?=)\s*([^<>=!\s][^<>=!]*?))\s*"
+    rf"{_COLUMN}(?:(<=|>=|<|>)\s*([-+]?[0-9]*\.?[0-9]+(?:e[-+]?[0-9]+)?)|(!?=){_COLUMN})\s*"
 )
+CONDITIONS = rf"^({_CONDITION.pattern}(,{_CONDITION.pattern})*)?$"
 
 
 class Condition(NamedTuple):
@@ -100,6 +101,7 @@ class SampleFilter(Strict):
     where: Annotated[str, AfterValidator(_checked)] = Field(
         "",
         max_length=500,
+        json_schema_extra={"pattern": CONDITIONS},
         description="Only where these conditions on columns hold: `length>400,exact<0.5`.",
     )
 

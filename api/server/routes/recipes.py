@@ -70,7 +70,12 @@ async def get_recipe(service: Service, path: RecipePath) -> StoredRecipe:
 
 
 @operation(
-    "POST", "/v1/recipes/check", scope="read", summary="Whether a recipe is sound", tag="recipes"
+    "POST",
+    "/v1/recipes/check",
+    scope="read",
+    summary="Whether a recipe is sound",
+    tag="recipes",
+    errors=(404,),
 )
 async def check_recipe(
     service: Service, request: web.Request, body: RecipeSubmission, raw: bytes

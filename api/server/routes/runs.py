@@ -73,6 +73,7 @@ RUN = "/v1/runs/{run}"
     tag="runs",
     status=201,
     also={200: "The run that the same Idempotency-Key made before"},
+    errors=(404,),
     sends={"Location": "Where the run is."},
 )
 async def submit_run(

@@ -56,7 +56,8 @@ it.columns = function () {
   // The last step is a place for a label of the axis, at the edge.
   const many = found.step.length;
   const step = found.step.map((_, at) => Math.round((200_000 * (at + 1)) / many));
-  return { step, get: (name) => large(found.get(name)), speed: (name) => large(found.speed(name)) };
+  const of = (numbers) => (name) => large(found[numbers](name));
+  return { step, get: of("get"), speed: of("speed"), grown: of("grown") };
 };
 const fill = CanvasRenderingContext2D.prototype.fillText;
 window.written = [];

@@ -35,7 +35,7 @@ def test_runs_are_shown_without_what_would_change_them(tmp_path: Path) -> None:
         browser.until("return document.querySelectorAll('.chart').length > 5")
         for selector in ("#new-run", ".buttons button", ".buttons a", ".changes a"):
             assert browser.js(VISIBLE.format(selector)) == 0, selector
-        assert browser.js(VISIBLE.format(".runs a")) == 1
+        assert browser.js(VISIBLE.format(".runs li a")) == 1
         assert browser.axe() == []
 
 
