@@ -172,7 +172,7 @@ def test_what_people_wrote_is_with_a_run(folders: list[Path], tmp_path: Path) ->
 
 
 def test_an_unknown_metric_is_refused_with_those_that_there_are(comparison: Comparison) -> None:
-    with pytest.raises(ValueError, match=r"'rewad'; use one of: .*reward_mean"):
+    with pytest.raises(ValueError, match=r"'rewad': no run has it; use one of: .*reward_mean"):
         compare(comparison.runs, ["rewad"])
 
 
