@@ -40,7 +40,8 @@ from benchmarks.executed import executed
 from orchestration.logs import configure
 from orchestration.recipe.loading.load import parse_recipe
 from stages.model.load import load_model
-from stages.samples import sample_log
+from stages.samples.reading import groups
+from stages.samples.sample_log import FOLDER
 from stages.tasks.calculator import Calculator
 
 GROUPS = 4
@@ -168,7 +169,7 @@ async def of_ours(steps: int, bound: int, folder: Path) -> list[tuple[float, flo
     events = await executed(recipe, folder / "run")
     times = [event.time for event in events if event.kind == "step"]
     tokens: dict[int, int] = {}
-    for group in sample_log.groups(folder / "run" / sample_log.FOLDER):
+    for group in groups(folder / "run" / FOLDER):
         for sample in group:
             count = len(sample["response_ids"])
             tokens[sample["step"]] = tokens.get(sample["step"], 0) + count
