@@ -176,7 +176,7 @@ async def _rows(dock: Any, group: int) -> list[dict[str, Any]]:
 
 
 async def _status_of(client: Client, name: str) -> dict[str, Any]:
-    """Return what a service tells for ``status``, which are no leases."""
+    """Return what a service tells for ``status``: all but leases, which it does not report."""
     run, view = await asyncio.gather(client.run(name), client.stages(name))
     shown = view.model_dump(mode="json")
     gate = shown["gate"]

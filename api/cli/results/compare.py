@@ -100,7 +100,7 @@ def results_of(runs: Sequence[str], server: str) -> list[RunResult]:
     for run in dict.fromkeys(runs):
         path = Path(run)
         if not path.is_dir():
-            result = ask(server, lambda client, run=run: _of_service(client, run), run)  # type: ignore[misc]
+            result = ask(server, lambda client, run=run: result_of(client, run), run)  # type: ignore[misc]
             results[result.folder] = result
             continue
         folders = RunFolders([path]).by_id()
@@ -116,7 +116,8 @@ def results_of(runs: Sequence[str], server: str) -> list[RunResult]:
     return [*results.values()]
 
 
-async def _of_service(client: Client, run: str) -> RunResult:
+async def result_of(client: Client, run: str) -> RunResult:
+    """Return the result of ``run``, an id of a service. Raises ServiceError."""
     import numpy as np
 
     from orchestration.comparison.keys import flattened

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from api.client import Client
-    from orchestration.comparison.curves import Estimate
     from orchestration.comparison.results import RunResult
     from orchestration.recipe.problems import RecipeError
     from orchestration.sweep.execution import Executor, SweepExecution
@@ -201,8 +200,11 @@ def _execute(sweep: Sweep, *, as_json: bool, plain: bool) -> int:
     if as_json:
         print_json({"id": sweep.id, "runs": [asdict(run) for run in sweep.runs]})
     elif results:
+        from api.cli.results.compare import print_comparison
+        from orchestration.comparison.compare import compare
+
         screen.print()
-        screen.print(comparison_table(results, sweep.request.metric))
+        print_comparison(compare(results, [sweep.request.metric]))
     if any(not run.is_over for run in sweep.runs):
         complain(f"Go on with: {advised(f'sweep {sweep.folder}')}")
         return INTERRUPTED
@@ -263,27 +265,3 @@ def runs_table(execution: SweepExecution, rows: int) -> Table:
         style = STATE_STYLES.get(run.state, "")
         grid.add_row(run.name, step, number(value, ".4g"), _state_text(run), style=style)
     return grid
-
-
-def comparison_table(results: Sequence[RunResult], metric: str) -> Table:
-    """Return what came of each setting, with its seeds folded."""
-    from orchestration.comparison.compare import compare
-    from orchestration.sweep.settings import value_text
-
-    comparison = compare(results, [metric])
-    columns = ("runs", metric, "best", "steps", "hours")
-    grid = table(*comparison.keys, *columns, right=columns)
-    for setting in comparison.settings:
-        numbers = (setting.end[metric], setting.best[metric], setting.steps, setting.hours)
-        grid.add_row(
-            *map(value_text, setting.keys.values()),
-            str(len(setting.runs)),
-            *map(_estimate_text, numbers),
-        )
-    return grid
-
-
-def _estimate_text(value: Estimate | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value.mean:.4g}" + (f" ± {value.half:.2g}" if value.half else "")

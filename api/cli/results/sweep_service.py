@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 
-import numpy as np
-
+from api.cli.results.compare import result_of
 from api.client import ApiProblem, Client, NotFound
 from api.schemas.runs import RunView
-from orchestration.comparison.results import Floats, RunResult, flattened, in_order
-from orchestration.history.lines import finite_numbers
+from orchestration.comparison.results import RunResult
 from orchestration.recipe.problems import RecipeError
 from orchestration.sweep.checks import recipe_of
 from orchestration.sweep.record import Sweep, SweepRun
@@ -76,19 +74,6 @@ class ServiceRuns:
     async def result(self, run: SweepRun) -> RunResult:
         """See :class:`orchestration.sweep.execution.Executor`."""
         try:
-            view = await self._client.run(run.id)
+            return await result_of(self._client, run.id)
         except NotFound as error:
             raise FileNotFoundError(str(error)) from None
-        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-        async with contextlib.aclosing(self._client.events(run.id, kinds=KINDS)) as events:
-            async for event in events:
-                rows[event.kind].append(finite_numbers(event.data))
-        steps, evaluations = (_columns(rows[kind]) for kind in KINDS)
-        return RunResult(
-            view.id, view.name, view.state, view.folder, flattened(view.recipe), steps, evaluations
-        )
-
-
-def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return in_order({name: np.array([row.get(name, np.nan) for row in rows]) for name in names})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,11 +22,11 @@ class ReferenceFree(DPO):
     scores: ClassVar[Mapping[str, RunsOn]] = {}
     loss_reads: ClassVar[Columns] = {"preference": "float32"}
 
+    @abstractmethod
     def pair_losses(
         self, chosen: torch.Tensor, rejected: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses [P] of pairs with these mean logprobs, and their margins [P]."""
-        raise NotImplementedError
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """Return the mean over groups of each group's mean over pairs."""
