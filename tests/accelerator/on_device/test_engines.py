@@ -57,7 +57,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 def test_the_check_for_accelerators_passes(tmp_path: Path) -> None:
     """Rollout, update, replay, swap and colocated runs of three families; one has experts."""
-    assert gpu_check.main(["--device", DEVICE, "--smoke", "--repeat", "1"]) == 0
+    assert gpu_check.main(["--device", DEVICE, "--rehearse", "--repeat", "1"]) == 0
 
 
 @pytest.mark.parametrize(

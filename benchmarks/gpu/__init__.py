@@ -1,0 +1,1 @@
+"""The parts of ``make gpu-check`` (:mod:`benchmarks.gpu_check`)."""
