@@ -10,25 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from stages.calls.custom import CustomLoss
 from stages.calls.interface import AdamOptions, CallRefused, Datum, LossOptions
-from stages.calls.losses import LOSSES, Loss
+from stages.calls.losses import BUILT_IN, DatumColumns, Loss
 
 TARGETS = "target_tokens"
 LEAST_EPS = 1e-30  # of AdamW: with less, a gradient of 0 is divided by 0 in float32
 
 
-@dataclass(frozen=True)
-class DatumColumns:
-    """A checked datum: ``tokens`` int64 [N]; ``targets`` int64 [N] or [N, K]; float32 of that shape
-    the loss's ``inputs``."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    inputs: Mapping[str, np.ndarray]
+LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in (*BUILT_IN, CustomLoss())}
 
 
 def checked_loss(name: str, options: LossOptions) -> tuple[Loss, dict[str, float]]:
@@ -38,20 +31,7 @@ def checked_loss(name: str, options: LossOptions) -> tuple[Loss, dict[str, float
         raise CallRefused.of(
             "loss_fn", name, "is no loss of this server", f"use one of {[*LOSSES]}"
         )
-    values = dict(loss.options)
-    for option, value in options.items():
-        field = f"loss_fn_config.{option}"
-        if option not in values:
-            known = f"it has {[*values]}" if values else "it has none"
-            raise CallRefused.of(field, value, f"is no option of {name}", known)
-        if isinstance(value, str | bool) or not 0 <= value < math.inf:
-            raise CallRefused.of(field, value, "is no number of at least 0", "give one")
-        values[option] = float(value)
-    low, high = values.get("clip_low_threshold", 0), values.get("clip_high_threshold", math.inf)
-    if low > high:
-        field = "loss_fn_config.clip_low_threshold"
-        raise CallRefused.of(field, low, f"is above clip_high_threshold, {high}", "exchange them")
-    return loss, values
+    return loss.configured(options)
 
 
 def checked_data(
@@ -66,10 +46,12 @@ def checked_data(
     CallRefused."""
     if not data:
         raise CallRefused.of("data", None, "is empty", "send at least one datum")
-    return [
+    columns = [
         _columns(f"data.{number}", datum, loss, options, vocabulary, context)
         for number, datum in enumerate(data)
     ]
+    loss.check(columns)
+    return columns
 
 
 def checked_adam(options: AdamOptions) -> None:
@@ -132,7 +114,16 @@ def _inputs(
         at = f"{field}.loss_fn_inputs.{name}"
         if values.dtype.kind not in "fiu":
             raise CallRefused.of(at, str(values.dtype), "is no dtype of numbers", "send float32")
-        if values.shape != shape:
+        rank = loss.ranks.get(name)
+        if rank is not None:
+            values = values.reshape(()) if rank == 0 and values.size == 1 else values
+            if values.ndim != rank:
+                wrong = f"has the shape {[*values.shape]}, and {loss.name} reads rank {rank}"
+                raise CallRefused.of(at, None, wrong, "declare the rank that it has")
+            if values.dtype.kind in "iu":
+                yield name, values.astype(np.int64)
+                continue
+        elif values.shape != shape:
             wrong = f"has the shape {[*values.shape]}, and {TARGETS} {[*shape]}"
             raise CallRefused.of(at, None, wrong, "make them equal")
         with np.errstate(over="ignore"):

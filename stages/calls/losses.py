@@ -12,13 +12,29 @@ Importing this needs no torch.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from stages.calls.interface import CallRefused, LossOptions
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class DatumColumns:
+    """A checked datum: ``tokens`` int64 [N]; ``targets`` int64 [N] or [N, K]; the loss's ``inputs``,
+    float32 of that shape, or as its ``ranks`` say."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    inputs: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,9 @@ class LossTokens:
     """Int64 [T], which datum a token is of, counted from 0."""
 
     options: Mapping[str, float]
+
+    data: Sequence[DatumColumns] = ()
+    """The data that the tokens are of, in this order."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.inputs[name]
@@ -60,7 +79,7 @@ class Loss(ABC):
 
     name: ClassVar[str]
 
-    inputs: ClassVar[tuple[str, ...]]
+    inputs: tuple[str, ...]
     """What each datum must have beside ``target_tokens``."""
 
     optional: ClassVar[tuple[str, ...]] = ()
@@ -69,8 +88,33 @@ class Loss(ABC):
     options: ClassVar[Mapping[str, float]] = {}
     """Their defaults."""
 
-    several_targets: ClassVar[bool] = False
+    several_targets: bool = False
     """Whether ``target_tokens``, and all inputs with them, may be [N, K]."""
+
+    ranks: Mapping[str, int] = MappingProxyType({})
+    """Of inputs that are of any shape of this rank, float32 or int64."""
+
+    def configured(self, options: LossOptions) -> tuple[Loss, dict[str, float]]:
+        """Return the loss with these options, and the values of all. Raises CallRefused."""
+        values = dict(self.options)
+        for option, value in options.items():
+            field = f"loss_fn_config.{option}"
+            if option not in values:
+                known = f"it has {[*values]}" if values else "it has none"
+                raise CallRefused.of(field, value, f"is no option of {self.name}", known)
+            if isinstance(value, str | bool) or not 0 <= value < math.inf:
+                raise CallRefused.of(field, value, "is no number of at least 0", "give one")
+            values[option] = float(value)
+        low, high = values.get("clip_low_threshold", 0), values.get("clip_high_threshold", math.inf)
+        if low > high:
+            field = "loss_fn_config.clip_low_threshold"
+            raise CallRefused.of(
+                field, low, f"is above clip_high_threshold, {high}", "exchange them"
+            )
+        return self, values
+
+    def check(self, data: Sequence[DatumColumns]) -> None:  # noqa: B027
+        """Raise CallRefused for data that it cannot be computed of."""
 
     @abstractmethod
     def per_token(self, tokens: LossTokens) -> torch.Tensor:
@@ -79,7 +123,7 @@ class Loss(ABC):
     @abstractmethod
     def metrics(self, tokens: LossTokens) -> dict[str, torch.Tensor]:
         """Return numbers by name; what follows the colon says how those of several micro-batches
-        are combined: ``sum``, ``min`` or ``max``."""
+        are combined: ``sum``, ``min``, ``max``, or ``mean`` of what are sums over data here."""
 
 
 class CrossEntropy(Loss):
@@ -100,7 +144,7 @@ class CrossEntropy(Loss):
 class PolicyLoss(Loss):
     """A loss over sampled tokens."""
 
-    inputs: ClassVar[tuple[str, ...]] = ("logprobs", "advantages")
+    inputs = ("logprobs", "advantages")
 
     def metrics(self, tokens: LossTokens) -> dict[str, torch.Tensor]:
         is_trained = tokens["advantages"] != 0
@@ -221,15 +265,12 @@ class StableReinforce(PolicyLoss):
         return penalty - weight * advantages * tokens.logprobs
 
 
-LOSSES: Mapping[str, Loss] = {
-    loss.name: loss
-    for loss in (
-        CrossEntropy(),
-        ImportanceSampling(),
-        PPO(),
-        CISPO(),
-        DRO(),
-        GSPO(),
-        StableReinforce(),
-    )
-}
+BUILT_IN: Sequence[Loss] = (
+    CrossEntropy(),
+    ImportanceSampling(),
+    PPO(),
+    CISPO(),
+    DRO(),
+    GSPO(),
+    StableReinforce(),
+)

@@ -21,7 +21,7 @@ import torch
 
 from stages.calls import files
 from stages.calls.base import TorchBase
-from stages.calls.checks import DatumColumns, checked_adam, checked_data, checked_loss
+from stages.calls.checks import checked_adam, checked_data, checked_loss
 from stages.calls.interface import (
     AdamOptions,
     CallRefused,
@@ -30,14 +30,14 @@ from stages.calls.interface import (
     ModelOptions,
     PassOutput,
 )
-from stages.calls.losses import Loss, LossTokens
+from stages.calls.losses import DatumColumns, Loss, LossTokens
 from stages.calls.packing import MicroBatch, pack_data, plan
 from stages.engines.torch.model.optimizer import all_finite
 from stages.engines.torch.train import TorchTrainEngine
 from stages.resharding.tensors import empty, local_part
 
 # by what follows the colon in a metric's name
-JOINED: Mapping[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
+JOINED: Mapping[str, Callable[[list[float]], float]] = dict(sum=sum, mean=sum, min=min, max=max)
 
 
 class TorchCalledModel:
@@ -216,6 +216,7 @@ class _Pass:
             {name: values.to(logprobs.device) for name, values in inputs.items()},
             torch.arange(len(columns)).repeat_interleave(sizes).to(logprobs.device),
             self._options,
+            columns,
         )
 
     def _output(self) -> PassOutput:
@@ -240,10 +241,11 @@ class _Pass:
         flat = [value for measured in self._measured for value in measured.values()]
         values = self._joined(flat).reshape(sum(map(len, self._plans)), -1)
         names = self._measured[0] if self._measured else ()  # the first replica has some
-        metrics = {
-            name: float(JOINED[name.partition(":")[2]](column.tolist()))
-            for name, column in zip(names, values.T, strict=False)
-        }
+        metrics = {}
+        for name, column in zip(names, values.T, strict=False):
+            kind = name.partition(":")[2]
+            joined = float(JOINED[kind](column.tolist()))
+            metrics[name] = joined / len(self._columns) if kind == "mean" else joined
         return PassOutput(rows, {"fed_tokens:sum": float(self._fed), **metrics})
 
     def _joined(self, numbers: Any) -> np.ndarray:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from stages.calls.checks import DatumColumns
+from stages.calls.losses import DatumColumns
 from stages.engines.plans import GroupShape, Piece, deal, plan_micro_batches
 from stages.engines.torch.model.packing import PackedBatch, pack
 

@@ -13,10 +13,11 @@ import torch
 from torch.func import functional_call
 
 from stages.calls.interface import ALPHA, AdamOptions, Datum, ModelOptions
-from stages.calls.losses import LOSSES, LossTokens
+from stages.calls.losses import BUILT_IN, LossTokens
 from stages.calls.model import TorchCalledModel
 from tests.stages.calls.data import assert_near, changed, sampled, supervised, tiny_base
 
+LOSSES = {loss.name: loss for loss in BUILT_IN}
 Reference = Callable[[torch.Tensor, dict[str, torch.Tensor], dict[str, float]], torch.Tensor]
 
 

@@ -70,6 +70,18 @@ def test_pieces_of_a_pass_add_up_to_one_call(size: int, rank: int, head: bool) -
         assert np.allclose(got, wanted, atol=1e-6)
 
 
+def test_so_do_the_pieces_of_a_client_that_sends_1024_data_at_once() -> None:
+    data = supervised(lengths=[2] * 1100)
+    whole, pieces = model_of(), model_of()
+    output = whole.forward_backward(data, "cross_entropy", {})
+    parts = [
+        pieces.forward_backward(part, "cross_entropy", {}) for part in (data[:1024], data[1024:])
+    ]
+    assert_near(gradients(pieces), gradients(whole))
+    total = sum(part.metrics["loss:sum"] for part in parts)
+    assert total == pytest.approx(output.metrics["loss:sum"], rel=1e-6)
+
+
 @pytest.mark.parametrize("budget", [1, 24, None])
 def test_micro_batches_of_any_size_give_the_same(budget: int | None) -> None:
     """In the order of the data, whatever is computed together."""
