@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -62,6 +62,16 @@ SHARE_SOUND = 0.12
 # take whatever they are sent, or have an empty answer
 OPEN = ("/api/v1/telemetry", "/api/v1/cancel_future", "/api/v1/training_runs/{model}/checkpoints")
 BOMB = zstd.compress(bytes(2**27))
+LOSS_NODES = [
+    {"op": "placeholder", "name": "p", "target": "logprobs"},
+    {"op": "call_method", "name": "s", "target": "sum", "args": [{"ref": "p"}]},
+    {
+        "op": "output",
+        "name": "o",
+        "target": "output",
+        "args": [{"tuple": [{"ref": "s"}, {"dict": {}}]}],
+    },
+]
 NUMBERS = (-1, 0, 2**31 - 1, 2**31, 2**40, 2**63 - 1, -(2**63))
 FLOATS = (float("nan"), float("inf"), float("-inf"), 3.4e38, -1e30, 1e-45)
 
@@ -120,6 +130,8 @@ class Messages:
         """Return the next message of a tenant with ``own`` things, whose model's next call has the
         number ``turn``."""
         operation = self._random.choices(OPERATIONS, self._weights)[0]
+        if operation.path.endswith("/publish"):
+            own = replace(own, name="unknown")  # what is public is no other tenant's secret
         if self._random.random() < SHARE_SOUND:
             return self._sent(operation, own, turn, "none")
         changes: list[Callable[[Operation, Things, int], Message]] = [
@@ -184,6 +196,9 @@ class Messages:
             "optimizer": True,
             "kind": "snapshot",
             "reason": {"type": "success"},
+            "custom_loss_seq_id": 0,
+            "inputs": [{"name": "logprobs", "rank": 1}],
+            "graph": {"format": 1, "nodes": LOSS_NODES},
         }
         if operation.path.startswith("/api/v1/save"):
             sound["path"] = self._random.choice(("s0", "s1", "s2"))

@@ -105,6 +105,14 @@ BOUNDARIES: Mapping[str, tuple[str, ...]] = {
         "api/tinker/test_values.py",
         "api/tinker/test_fuzz.py",
         *(
+            f"stages/calls/test_custom.py::test_{attack}"
+            for attack in (
+                "what_a_loss_may_not_do_is_refused_before_it_takes_memory",
+                "room_is_that_of_all_data_of_a_pass",
+                "any_graph_is_run_or_refused_in_words",
+            )
+        ),
+        *(
             f"api/tinker/test_messages.py::test_{attack}"
             for attack in (
                 "a_tensor_that_lies_is_refused_by_its_place",

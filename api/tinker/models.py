@@ -22,6 +22,7 @@ from api.tinker.passes import loss_options, read_data, read_head
 from api.tinker.schemas import (
     Answer,
     LoadBody,
+    LossBody,
     ModelBody,
     OfModel,
     OfPath,
@@ -97,21 +98,31 @@ async def forward_backward(service: Service, request: web.Request) -> Answer:
         raise invalid_request(422, errors_of(error)) from None
 
     async def send() -> Acknowledged:
-        async with decoding:
-            data = await asyncio.to_thread(read_data, message)
         calls, owner = caller(request)
+        options, names = calls.with_loss(owner, loss_options(message))
+        async with decoding:
+            data = await asyncio.to_thread(read_data, message, names)
         return await calls.train(
             owner,
             head.model_id,
             head.seq_id,
             data,
             message.loss_fn,
-            loss_options(message),
+            options,
             backward=not message.forward_only,
         )
 
     kind: Kind = "forward" if message.forward_only else "forward_backward"
     return await in_order(request, head.model_id, head.seq_id, kind, send)
+
+
+@tinker_operation("POST", "/api/v1/create_custom_loss", summary="A loss of a client's own")
+async def create_loss(service: Service, request: web.Request, body: LossBody) -> Answer:
+    calls, owner = caller(request)
+    inputs = [each.model_dump() for each in body.inputs]
+    graph = {"inputs": inputs, "nodes": [each.model_dump() for each in body.graph.nodes]}
+    number = body.custom_loss_seq_id
+    return acknowledged(await calls.create_loss(owner, body.session_id, number, graph))
 
 
 @tinker_operation("POST", "/api/v1/optim_step", summary="An optimizer step")
@@ -171,6 +182,7 @@ async def load_weights(service: Service, request: web.Request, body: LoadBody) -
         body.session_id,
         body.model_seq_id,
         body.path,
+        base=body.base_model,
         optimizer=body.optimizer,
         metadata=body.user_metadata or {},
     )

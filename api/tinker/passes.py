@@ -7,7 +7,7 @@ body ──▶ read_head: model and number ──▶ read_data: sizes of tensors
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from stages.calls.interface import Datum, LossOptions, PassOutput
 MOST_DATA = 4096  # of one request; clients send 1,024
 MOST_PARTS = 2**16  # of one datum: chunks, tensors and spans
 _INT32 = np.dtype("<i4")
-# What losses read; a client's other tensors are left out.
+# What the losses of the server read; a client's other tensors are left out.
 INPUTS = (
     *("target_tokens", "weights", "advantages", "logprobs", "sequence_ratio_mask"),
     *("clip_low_threshold", "clip_high_threshold"),
@@ -40,8 +40,9 @@ def loss_options(head: Any) -> LossOptions:
     return options or {option.key: option.value for option in head.loss_fn_config}
 
 
-def read_data(head: Any) -> list[Datum]:
-    """Return the data of a pass. Raises CallRefused."""
+def read_data(head: Any, names: Collection[str] = ()) -> list[Datum]:
+    """Return the data of a pass, with what losses read and the inputs ``names``. Raises
+    CallRefused."""
     if len(head.data) > MOST_DATA:
         refuse("data", len(head.data), f"are more than {MOST_DATA} data", "send fewer at once")
     data = list[Datum]()
@@ -49,7 +50,7 @@ def read_data(head: Any) -> list[Datum]:
     for index, part in enumerate(head.data):
         place = f"data.{index}"
         try:
-            datum = _read_datum(place, part, room)
+            datum = _read_datum(place, part, room, {*INPUTS, *names})
         except MessageDamaged as error:
             refuse(place, None, str(error), "send the message of the SDK")
         room -= sum(array.size for array in datum.inputs.values())
@@ -57,7 +58,7 @@ def read_data(head: Any) -> list[Datum]:
     return data
 
 
-def _read_datum(place: str, part: bytes, room: int) -> Datum:
+def _read_datum(place: str, part: bytes, room: int, names: Collection[str]) -> Datum:
     message = parse("Datum", part, most=MOST_PARTS)
     chunks = [parse("Chunk", chunk, most=8) for chunk in message.model_input]
     tokens = list[np.ndarray]()
@@ -68,7 +69,7 @@ def _read_datum(place: str, part: bytes, room: int) -> Datum:
         tokens.append(tensor_values(f"{place}.model_input", chunk.encoded_text.tokens, _INT32))
     inputs = dict[str, np.ndarray]()
     for entry in message.loss_fn_inputs:
-        if entry.key in INPUTS:
+        if entry.key in names:
             inputs[entry.key] = array = read_tensor(
                 f"{place}.loss_fn_inputs.{entry.key}", entry.value, room
             )

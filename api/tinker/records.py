@@ -81,18 +81,18 @@ async def expire_checkpoint(
     await calls.expire_checkpoint(owner, path.path, body.ttl_seconds)
 
 
-@tinker_operation("POST", CHECKPOINT + "/publish", summary="Not here")
-async def publish_checkpoint(service: Service, path: CheckpointPath) -> None:
-    fix = "download its archive, and pass that on"
-    raise HTTPProblem(403, "A checkpoint is for its owner alone.", kind="publish", fix=fix)
+@tinker_operation("POST", CHECKPOINT + "/publish", summary="Let all tokens read a checkpoint")
+async def publish_checkpoint(service: Service, request: web.Request, path: CheckpointPath) -> None:
+    calls, owner = caller(request)
+    await calls.publish_checkpoint(owner, path.path, public=True)
 
 
-@tinker_operation("DELETE", CHECKPOINT + "/publish", summary="It is not public")
+@tinker_operation("DELETE", CHECKPOINT + "/publish", summary="Let this token alone read it")
 async def unpublish_checkpoint(
     service: Service, request: web.Request, path: CheckpointPath
 ) -> None:
     calls, owner = caller(request)
-    await calls.checkpoint(owner, path.path)
+    await calls.publish_checkpoint(owner, path.path, public=False)
 
 
 @tinker_operation("POST", "/api/v1/copy_weights", summary="A copy of a checkpoint")

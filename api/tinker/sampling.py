@@ -23,6 +23,7 @@ from api.tinker.schemas import (
     Answer,
     CompletionsBody,
     OfRequest,
+    OfSampler,
     SamplerBody,
     SamplerPath,
     SequencePath,
@@ -51,6 +52,13 @@ async def create_sampler(service: Service, request: web.Request, body: SamplerBo
         path=body.model_path,
     )
     return Answer(sampling_session_id=sampler.sampler_id, type="create_sampling_session")
+
+
+@tinker_operation("POST", "/api/v1/join_sampling_session", summary="A number for a copy of it")
+async def join_sampler(service: Service, request: web.Request, body: OfSampler) -> Answer:
+    calls, owner = caller(request)
+    counter = await calls.join_sampler(owner, body.sampling_session_id)
+    return Answer(client_counter=counter, type="join_sampling_session")
 
 
 @tinker_operation("GET", "/api/v1/samplers/{sampler}", summary="What a sampler samples with")

@@ -159,10 +159,36 @@ class LoadBody(Tolerant):
     seq_id: Turn = 1
     session_id: Named | None = None
     model_seq_id: Number = 0
+    base_model: Named | None = None
     path: Named
     optimizer: bool = False
     user_metadata: Metadata | None = None
     optimizer_config: AdamW = AdamW()
+
+
+class LossInput(Tolerant):
+    name: str
+    rank: int
+
+
+class LossNode(Tolerant):
+    op: str
+    name: str
+    target: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class LossGraph(Tolerant):
+    format: Literal[1] = 1
+    nodes: list[LossNode]
+
+
+class LossBody(Tolerant):
+    session_id: Named
+    custom_loss_seq_id: Number = 0
+    inputs: list[LossInput]
+    graph: LossGraph
 
 
 class OfPath(Tolerant):
@@ -191,14 +217,17 @@ class SamplerBody(Tolerant):
     model_path: Named | None = None
 
 
+class OfSampler(Tolerant):
+    sampling_session_id: Named
+
+
 class OfRequest(Tolerant):
     request_id: Named
 
 
-class Target(Tolerant):
+class Target(OfSampler):
     """The samples of a sampler, of one clone of a client's."""
 
-    sampling_session_id: Named
     cloned_sampler_id: Number = 0
 
 

@@ -24,7 +24,8 @@ CONFIG = {
     "sample_max_concurrent_requests": MOST_SAMPLING,
     "create_model_via_load_weights": True,
     "sample_use_retrieve_futures": True,
-    "custom_loss_server_side": False,
+    "custom_loss_server_side": True,
+    "sample_join_sampling_session": True,
 }
 REFRESH_SECONDS = 3600
 

@@ -34,7 +34,7 @@ DOCUMENT = "call.json"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 PARTIAL = "partial"
 MERGED = "model"  # the whole model, which a sampler with an adapter does not read
-EXPORTED = ("adapter", MERGED)  # folders of a checkpoint that others read
+ADAPTER = "adapter"
 ARCHIVE_SECONDS = 3600.0  # for which an archive is kept
 
 
@@ -131,15 +131,20 @@ class Checkpoints:
                 yield checkpoint
 
     def get(self, owner: str, path: str) -> Checkpoint:
-        """Raises NotThere."""
+        """Return a checkpoint that ``owner`` may read: an own one, or a public one. Raises
+        NotThere."""
         checkpoint = self._by_path.get(path) or self._added(path)
-        expires = None if checkpoint is None else checkpoint.info.expires
-        if (
-            checkpoint is None
-            or checkpoint.owner != owner
-            or (expires is not None and expires <= time.time())
-        ):
-            raise NotThere(f"checkpoint {path[:300]!r} is not there")
+        if checkpoint is not None and (checkpoint.owner == owner or checkpoint.info.public):
+            expires = checkpoint.info.expires
+            if expires is None or expires > time.time():
+                return checkpoint
+        raise NotThere(f"checkpoint {path[:300]!r} is not there")
+
+    def own(self, owner: str, path: str) -> Checkpoint:
+        """Return a checkpoint that ``owner`` may change. Raises NotThere."""
+        checkpoint = self.get(owner, path)
+        if checkpoint.owner != owner:
+            raise NotThere(f"checkpoint {path[:300]!r} is another owner's; copy it")
         return checkpoint
 
     def _added(self, path: str) -> Checkpoint | None:
@@ -188,16 +193,17 @@ class Checkpoints:
         return info.path
 
     async def copy(
-        self, source: Checkpoint, model_id: str, expires: float | None
+        self, source: Checkpoint, owner: str, model_id: str, expires: float | None
     ) -> CheckpointInfo:
-        """Save ``source`` as a checkpoint of ``model_id``, of the same files. Raises CallRefused,
-        OSError."""
+        """Save ``source`` as a checkpoint of ``owner``'s ``model_id``, of the same files. Raises
+        CallRefused, OSError."""
         info = replace(
             source.info,
             path=path_of(model_id, source.info.kind, source.info.name),
             model_id=model_id,
             time=time.time(),
             expires=expires,
+            public=False,
         )
 
         async def link(partial: Path) -> None:
@@ -205,7 +211,7 @@ class Checkpoints:
             without = shutil.ignore_patterns(DOCUMENT)
             await asyncio.to_thread(_link_files, source.folder, partial, without)
 
-        copied = replace(source, request_id=f"{model_id}:copy", info=info)
+        copied = replace(source, owner=owner, request_id=f"{model_id}:copy", info=info)
         path = await self.save(copied, overwrite=False, number=0, write=link)
         return self._by_path[path].info
 
@@ -215,9 +221,9 @@ class Checkpoints:
         os.rename(checkpoint.folder, trash)
         await asyncio.to_thread(shutil.rmtree, trash, ignore_errors=True)
 
-    def expire(self, checkpoint: Checkpoint, expires: float | None) -> None:
-        """``expires``: seconds since 1970, None: never. Raises OSError."""
-        changed = replace(checkpoint, info=replace(checkpoint.info, expires=expires))
+    def change(self, checkpoint: Checkpoint, **facts: Any) -> None:
+        """Change ``facts`` of what is said of a checkpoint. Raises OSError."""
+        changed = replace(checkpoint, info=replace(checkpoint.info, **facts))
         text = _document(changed)
         with replacing(checkpoint.folder / DOCUMENT, len(text)) as partial:
             partial.write_text(text)
@@ -252,11 +258,13 @@ class Checkpoints:
 
 
 def exported_files(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the paths of the files that others read, by their names in ``checkpoint``."""
+    """Return the paths of the files that others read, by their names: an adapter's as peft has them,
+    and those of the model in its folder."""
+    folder = checkpoint.folder
     return {
-        path.relative_to(checkpoint.folder).as_posix(): str(path)
-        for name in EXPORTED
-        for path in sorted((checkpoint.folder / name).rglob("*"))
+        path.relative_to(root).as_posix(): str(path)
+        for root, name in ((folder / ADAPTER, ""), (folder, MERGED))
+        for path in sorted((root / name).rglob("*"))
         if path.is_file()
     }
 

@@ -187,8 +187,7 @@ class History:
         Raises OSError."""
         first = first_record(self.facts, self.ledger, self.steps, state)
         record = self._journal.append(first)
-        assert record.written is not None
-        await record.written
+        await record.on_disk()
         self._state_record = record
         self._set_state(state)
         for request in self._forgettable():

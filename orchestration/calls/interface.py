@@ -3,8 +3,9 @@
 api ─▶ Service.train, … ─▶ recorded ─▶ acknowledged: a request's id ─▶ in the order of its model ─▶ the engine
        Service.result   ◀─ pending, an answer, or why there is none
 
-Ids of sessions, models, samplers and requests are text. A model is SESSION:train:N, a sampler
-SESSION:sample:N. ``owner``: the id of the token that asks; another owner's things do not exist for it.
+Ids of sessions, models, samplers, losses and requests are text. A model is SESSION:train:N, a sampler
+SESSION:sample:N, a client's loss SESSION:loss:N. ``owner``: the id of the token that asks; another
+owner's things do not exist for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from stages.calls.interface import ModelOptions, PassOutput, SampleOutput
 
 Kind = Literal[
     "create_model", "load_weights", "forward", "forward_backward", "optim_step", "save_weights",
-    "save_sampler", "save_external", "unload_model", "sample",
+    "save_sampler", "save_external", "unload_model", "sample", "create_custom_loss",
 ]  # fmt: skip
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
@@ -115,7 +116,8 @@ class Failed:
 class Done:
     """A request that was served. ``value``: by its kind PassOutput, SampleOutput, or a dict of JSON:
     create_model, load_weights, unload_model {model_id}; optim_step {metrics}; save_weights,
-    save_external {path}; save_sampler {path} or {sampling_session_id}."""
+    save_external {path}; save_sampler {path} or {sampling_session_id}; create_custom_loss
+    {loss_id}."""
 
     kind: Kind
     value: PassOutput | SampleOutput | Mapping[str, Any]
@@ -159,7 +161,8 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A saved state. ``path``: tinker://MODEL/KIND/NAME."""
+    """A saved state. ``path``: tinker://MODEL/KIND/NAME; ``expires``: seconds since 1970; ``public``:
+    all owners may read it."""
 
     path: str
     model_id: str

@@ -62,6 +62,11 @@ class Record:
         head = msgpack.packb(self.head)
         return RECORD.pack(len(head), len(blob)) + head + blob
 
+    async def on_disk(self) -> None:
+        """Wait until it is written. Raises OSError."""
+        assert self.written is not None
+        await asyncio.shield(self.written)
+
 
 @dataclass(eq=False)
 class _Rewrite:

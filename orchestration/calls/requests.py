@@ -196,7 +196,7 @@ class Requests:
             )
         if request.call is not None and request.call.written is not None:
             try:
-                await asyncio.shield(request.call.written)
+                await request.call.on_disk()
             except OSError as error:
                 raise Busy(str(error), AGAIN_SECONDS) from error
         return request

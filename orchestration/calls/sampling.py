@@ -34,6 +34,7 @@ from stages.calls.interface import CallRefused, ModelOptions, SampleRequest
 log = structlog.get_logger()
 
 SEQUENCES = 50_000  # whose versions a session keeps, the newest ones
+MOST_LOSSES = 256  # of a session's client
 CLONE_REQUESTS = 10**9  # numbers of requests that each clone of a client's sampler has
 SHORTEN_RECORDS = 256  # forgotten, for which a journal is written again
 
@@ -90,6 +91,8 @@ class Session:
         self.folder = folder
         self.models = dict[int, TrainedModel]()
         self.samplers = dict[int, Sampler]()
+        self.losses = dict[int, str]()
+        """Graphs that its client has uploaded, as JSON."""
         self.finished = False
         self.heard = time.monotonic()
         """When its client was last heard."""
@@ -107,6 +110,7 @@ class Session:
         self._versions = dict[str, tuple[str, Versions]]()
         self._sampled = dict[str, SampledLedger]()
         self._facts_records = list[Record]()
+        self._clones = dict[int, Record]()  # the last number given to a copy, by sampler
         self._summary: Record | None = None
         self._counted = set[str]()  # requests in the summary whose answers are there, too
         self._serving = set[asyncio.Task[None]]()
@@ -137,6 +141,9 @@ class Session:
                 model: SampledLedger(counts) for model, counts in head["ledger"].items()
             }
             return
+        if "clone" in head:
+            self._clones[head["sampler_of"]] = record
+            return
         self._facts_records.append(record)
         if "sampler" in head:
             sampler = Sampler(**{**head["sampler"], "weights": self._unpacked(head["weights"])})
@@ -145,6 +152,8 @@ class Session:
                 self._inflight[sampler.follows] = sampler.weights
         elif "closed" in head:
             self.samplers.pop(head["closed"], None)
+        elif "loss" in head:
+            self.losses[head["loss"]] = head["graph"]
         self.finished = self.finished or "finish" in head
 
     def _unpacked(self, packed: Mapping[str, Any] | None) -> Weights | None:
@@ -157,8 +166,24 @@ class Session:
         """Record what stays. Raises OSError."""
         record = self._journal.append(head)
         self._facts_records.append(record)
-        assert record.written is not None
-        await asyncio.shield(record.written)
+        await record.on_disk()
+
+    async def keep_loss(self, number: int, graph: str) -> None:
+        """Keep a loss of its client. Raises OSError, and CallRefused where the number is another
+        one's."""
+        async with self.creating:
+            if number in self.losses:
+                if self.losses[number] != graph:
+                    raise CallRefused(
+                        message=f"custom_loss_seq_id {number} is another loss's; give a new one"
+                    )
+            elif len(self.losses) >= MOST_LOSSES:
+                raise CallRefused(
+                    message=f"{MOST_LOSSES} losses are there, no more may be; open another session"
+                )
+            else:
+                await self.record(loss=number, graph=graph)
+                self.losses[number] = graph
 
     # --- samplers
 
@@ -196,6 +221,16 @@ class Session:
 
     def _weights_folder(self, number: int) -> Path:
         return self.folder / "samplers" / str(number)
+
+    async def join(self, number: int) -> int:
+        """Return a number for a copy of sampler ``number``: 1, 2, …, also after a restart. Raises
+        OSError."""
+        last = self._clones.get(number)
+        clone = 1 if last is None else last.head["clone"] + 1
+        record = self._journal.append({"clone": clone, "sampler_of": number})
+        self._clones[number] = record
+        await record.on_disk()
+        return clone
 
     async def _weights(self, sampler: Sampler) -> Weights | None:
         """Return what ``sampler`` samples with now. Raises CallRefused, OSError."""
@@ -398,7 +433,8 @@ class Session:
             await self._journal.rewrite(self._live)
 
     def _live(self) -> list[Record | None]:
-        return [*self._facts_records, self._summary, *self.requests.records()]
+        clones = self._clones.values()
+        return [*self._facts_records, *clones, self._summary, *self.requests.records()]
 
     async def unload(self) -> None:
         """Have the engines forget its models and samplers, until their next calls, and let the

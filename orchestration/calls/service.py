@@ -16,9 +16,10 @@ server: what is recorded of a session is one file, written in one order with the
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -51,6 +52,7 @@ from orchestration.calls.interface import (
 from orchestration.calls.sampling import Session, check_number
 from orchestration.calls.sessions import Sessions, busy_disk
 from pipeline.locks import take
+from stages.calls.custom import GRAPH, check_graph
 from stages.calls.interface import (
     AdamOptions,
     CallRefused,
@@ -130,12 +132,17 @@ class CheckpointCalls:
         ]
 
     async def delete_checkpoint(self, owner: str, path: str) -> None:
-        await self._checkpoints.delete(self._checkpoints.get(owner, path))
+        await self._checkpoints.delete(self._checkpoints.own(owner, path))
 
     async def expire_checkpoint(self, owner: str, path: str, ttl: float | None) -> None:
         with busy_disk():
             expires = None if ttl is None else time.time() + ttl
-            self._checkpoints.expire(self._checkpoints.get(owner, path), expires)
+            self._checkpoints.change(self._checkpoints.own(owner, path), expires=expires)
+
+    async def publish_checkpoint(self, owner: str, path: str, *, public: bool) -> None:
+        """Let all owners read a checkpoint, or its own alone."""
+        with busy_disk():
+            self._checkpoints.change(self._checkpoints.own(owner, path), public=public)
 
     async def copy_checkpoint(
         self,
@@ -165,7 +172,7 @@ class CheckpointCalls:
                     message=f"model_seq_id {number} is another model's; give a new one"
                 )
             expires = None if ttl is None else time.time() + ttl
-            copied = await self._checkpoints.copy(source, model_id, expires)
+            copied = await self._checkpoints.copy(source, owner, model_id, expires)
             if session_id is None:
                 await session.finish("copied")
         return copied
@@ -272,6 +279,7 @@ class Service(CheckpointCalls):
         number: int,
         path: str,
         *,
+        base: str | None = None,
         optimizer: bool,
         metadata: Mapping[str, Any],
     ) -> Acknowledged:
@@ -284,6 +292,9 @@ class Service(CheckpointCalls):
             info = self._checkpoints.get(owner, path).info
             facts = Facts(model_id, owner, info.base, info.options, metadata)
         self._must_be_served(facts.base, path)
+        if base not in (None, facts.base):
+            wrong = f"is not that of {path}, {facts.base!r}"
+            raise CallRefused.of("base_model", base, wrong, "leave it out")
         head = {"path": path, "optimizer": optimizer}
         return await self._create(session, number, facts, "load_weights", pack(head), **head)
 
@@ -384,6 +395,41 @@ class Service(CheckpointCalls):
             head["sampled"] = [datum.sampled for datum in data]
         return await self._call(owner, model_id, seq_id, kind, blob, **head)
 
+    async def create_loss(
+        self, owner: str, session_id: str, number: int, graph: Mapping[str, Any]
+    ) -> Acknowledged:
+        """Keep a loss that a client has written: see :func:`stages.calls.custom.check_graph`."""
+        session = self._sessions.session(owner, session_id, for_calls=True)
+        check_graph(graph)
+        text = json.dumps(graph)
+        if len(text) > FACTS_BYTES:
+            wrong = f"has {len(text)} bytes"
+            raise CallRefused.of("graph", None, wrong, f"at most {FACTS_BYTES} are taken")
+        loss_id = f"{session_id}:loss:{check_number('custom_loss_seq_id', number)}"
+        with busy_disk():
+            await session.keep_loss(number, text)
+        return Acknowledged(loss_id)
+
+    def _loss(self, owner: str, loss_id: str) -> str:
+        """Return the graph of a client's loss. Raises NotThere."""
+        session_id, _, number = loss_id.rpartition(":loss:")
+        for known, graph in self._sessions.session(owner, session_id).losses.items():
+            if str(known) == number:
+                return graph
+        raise NotThere(f"loss {loss_id[:100]!r} is not there")
+
+    def with_loss(self, owner: str, options: LossOptions) -> tuple[LossOptions, Collection[str]]:
+        """Return ``options`` with the client's loss that they name, if any, and what it reads, so
+        that the call can be made again without it. Raises CallRefused."""
+        if "loss_id" not in options:
+            return options, ()
+        try:
+            graph = self._loss(owner, str(options["loss_id"]))
+        except NotThere as error:
+            raise CallRefused(message=f"loss_fn_config.loss_id: {error}") from None
+        inputs = json.loads(graph)["inputs"]
+        return {GRAPH: graph}, [each["name"] for each in inputs]
+
     async def optim_step(
         self, owner: str, model_id: str, seq_id: int, options: AdamOptions
     ) -> Acknowledged:
@@ -429,6 +475,12 @@ class Service(CheckpointCalls):
             await session.open_sampler(number, name, checkpoint)
         return await self.sampler(owner, session.sampler_id(number))
 
+    async def join_sampler(self, owner: str, sampler_id: str) -> int:
+        """Return a number for a copy of a client's sampler, which no other copy is given."""
+        session, sampler = self._sessions.sampler(owner, sampler_id, for_calls=True)
+        with busy_disk():
+            return await session.join(sampler.number)
+
     async def sampler(self, owner: str, sampler_id: str) -> SamplerInfo:
         _, sampler = self._sessions.sampler(owner, sampler_id)
         return SamplerInfo(sampler_id, sampler.base, sampler.path)
@@ -448,6 +500,9 @@ class Service(CheckpointCalls):
     async def result(self, owner: str, request_id: str, seconds: float) -> Done | Failed | None:
         """Return the answer to a request, or None when there is none within ``seconds``."""
         asked, _, tail = request_id.rpartition(":")
+        if asked.endswith(":loss"):
+            self._loss(owner, request_id)
+            return Done("create_custom_loss", {"loss_id": request_id})
         if ":train:" not in asked:
             session, _ = self._sessions.sampler(owner, asked)
             requests = session.requests

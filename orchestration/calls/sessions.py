@@ -173,8 +173,7 @@ class Sessions:
             folder.mkdir(exist_ok=True)
             journal, _ = await asyncio.to_thread(Journal.open, folder / JOURNAL)
             first = journal.append(first_record(facts))
-            assert first.written is not None
-            await asyncio.shield(first.written)
+            await first.on_disk()
             return self._new_model(session, facts, folder, journal, [first])
 
     def _new_model(

@@ -17,6 +17,7 @@ from api.tinker import models, sampling
 from api.tinker.messages import MESSAGES
 from api.tinker.models import PROTOBUF
 from api.tinker.routes import add_routes
+from benchmarks.tinker_messages import LOSS_NODES
 from orchestration.calls.interface import CallOptions
 from orchestration.calls.service import open_service
 from stages.calls.interface import ServedBase
@@ -162,7 +163,10 @@ async def test_a_model_from_its_session_to_its_archive(client: Client) -> None:
     (listed,) = (await user.get("/api/v1/checkpoints"))["checkpoints"]
     assert (listed["tinker_path"], listed["checkpoint_type"]) == (path, "training")
     assert listed["expires_at"]
-    await problem(await user.ask("POST", f"{checkpoint}/publish"), 403)
+    for method, is_public in (("POST", True), ("POST", True), ("DELETE", False)):
+        assert (await user.ask(method, f"{checkpoint}/publish")).status == 204
+        (listed,) = (await user.get("/api/v1/checkpoints"))["checkpoints"]
+        assert listed["public"] is is_public
     assert (await user.ask("DELETE", checkpoint)).status == 204
     assert (await user.get(f"/api/v1/training_runs/{model}/checkpoints"))["checkpoints"] == []
     assert model in (await user.get(f"/api/v1/sessions/{session}"))["training_run_ids"]
@@ -340,6 +344,33 @@ async def test_one_request_waits_for_the_samples_of_a_sampler(client: Client) ->
     await problem(await stranger.ask("POST", "/api/v1/retrieve_futures", json=again), 404)
 
 
+async def test_copies_of_a_sampler_and_losses_of_a_client(client: Client) -> None:
+    user = await User.of(client, "ann")
+    model = await user.model()
+    session = model.partition(":")[0]
+    opened = await user.post("create_sampling_session", session_id=session, base_model="base")
+    joined = await user.post("join_sampling_session", **opened)
+    assert joined == {"client_counter": 1, "type": "join_sampling_session"}
+    loss = {
+        "session_id": session,
+        "custom_loss_seq_id": 3,
+        "name": "mine",
+        "inputs": [{"name": "logprobs", "rank": 1}],
+        "graph": {"format": 1, "nodes": LOSS_NODES},
+        "type": "create_custom_loss",
+    }
+    kept = await user.result(await user.post("create_custom_loss", **loss))
+    assert kept == {"type": "create_custom_loss", "loss_id": f"{session}:loss:3"}
+    loss["graph"] = {"nodes": [{"op": "call_function", "name": "x", "target": "os.system"}]}
+    refused = await user.ask("POST", "/api/v1/create_custom_loss", json=loss)
+    assert (await problem(refused, 422))["field"] == "graph.nodes"
+    option = MESSAGES["Option"](key="loss_id", value={"text": f"{session}:loss:4"})
+    call = await user.train(data(model, 1, loss_fn_config_v2=[option]))
+    failure = await user.result(call)
+    assert failure["category"] == "user"
+    assert "loss_fn_config.loss_id: " in failure["error"]
+
+
 async def test_what_no_client_sends_is_a_clear_error(client: Client) -> None:
     user = await User.of(client, "ann")
     await problem(await client.post("/api/v1/client/config", json={}), 401)
@@ -368,6 +399,9 @@ async def test_what_no_client_sends_is_a_clear_error(client: Client) -> None:
             "POST", "/api/v1/forward_backward", data=data(model_id, seq_id), headers=binary
         )
         await problem(answer, status)
+    for path in ("auth/token", "audit", "sessions/x/project", "of_a_later_sdk"):
+        await problem(await user.ask("POST", f"/api/v1/{path}", json={}), 404)
+    await problem(await user.ask("POST", "/api/v1/sessions/search", json={}), 405)
     gone = await user.ask("POST", "/api/v1/retrieve_future", json={"request_id": "no"})
     await problem(gone, 410)
     session = (await user.post("create_session"))["session_id"]
@@ -418,6 +452,14 @@ async def test_another_token_sees_nothing(client: Client) -> None:
         ("GET", f"/api/v1/training_runs/{model}", None),
         ("GET", f"{checkpoint}/archive", None),
         ("PUT", f"{checkpoint}/ttl", {"ttl_seconds": 1}),
+        ("POST", f"{checkpoint}/publish", None),
+        ("DELETE", f"{checkpoint}/publish", None),
+        ("POST", "/api/v1/join_sampling_session", {"sampling_session_id": sampler}),
+        (
+            "POST",
+            "/api/v1/create_custom_loss",
+            {"session_id": session, "inputs": [], "graph": {"nodes": []}},
+        ),
         ("DELETE", checkpoint, None),
         ("GET", f"/tinker/models/{model}/ledger", None),
         ("GET", f"/tinker/models/{model}/steps", None),

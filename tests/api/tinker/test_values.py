@@ -12,7 +12,8 @@ import pytest
 from api.server.service.operations import Operation
 from api.tinker import sampling
 from api.tinker.samples import SampleBody, Sampling, Targets
-from benchmarks.tinker_messages import OPERATIONS, VALUES, fields_of
+from api.tinker.schemas import LossGraph
+from benchmarks.tinker_messages import LOSS_NODES, OPERATIONS, VALUES, fields_of
 from tests.api.serving import Client, problem
 from tests.api.tinker.test_endpoints import User, client
 
@@ -21,6 +22,7 @@ _ = client  # a fixture
 NESTED = {
     "sampling_params": [*Sampling.model_fields],
     "target_prompt_logprobs": [*Targets.model_fields],
+    "graph": [*LossGraph.model_fields],
 }
 REPEATED = (408, 409, 429)  # which clients send again for minutes
 BY_NAME = {f"{operation.method} {operation.path}": operation for operation in OPERATIONS}
@@ -64,6 +66,8 @@ async def test_no_value_is_an_error_of_the_server(
         "tinker_path": f"tinker://{model}/weights/x",
         "request_id": f"{model}:0",
         "target": {"sampling_session_id": sampler},
+        "inputs": [{"name": "logprobs", "rank": 1}],
+        "graph": {"nodes": LOSS_NODES},
         "timeout": 0,
     }
     paths = [
