@@ -95,6 +95,48 @@ def train(trainer: Any) -> None:
     assert "send the data again" in str(dropped), dropped
 
 
+def tensor(*values: float) -> types.TensorData:
+    return types.TensorData(data=[*values], dtype="float32", shape=[len(values)])
+
+
+def upload(service: Any, trainer: Any) -> None:
+    """A loss that the server computes gives what it gives in the program."""
+    if not hasattr(service, "create_custom_loss"):  # from 0.38
+        return
+    import torch
+
+    def policy(logprobs: Any, advantages: Any, old: Any) -> Any:
+        ratio = torch.exp(logprobs - old)
+        loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
+        return loss, {"custom/ratio:mean": ratio.detach().mean(), "custom/one:sum": ratio[0]}
+
+    handle = service.create_custom_loss(policy, {"logprobs": 1, "advantages": 1, "old": 1}).result()
+    assert handle.loss_id, handle
+    data = [
+        datum(advantages=tensor(0.5, -1.0, 2.0, scale), old=tensor(-3.0, -3.1, -4.0, -2.9))
+        for scale in (0.1, 1.0, -3.0)
+    ]
+
+    def own(data: list[Any], scores: list[Any]) -> tuple[Any, dict[str, float]]:
+        each = [
+            policy(score, *(d.loss_fn_inputs[name].to_torch() for name in ("advantages", "old")))
+            for d, score in zip(data, scores, strict=True)
+        ]
+        ratios = [float(metrics["custom/ratio:mean"]) for _, metrics in each]
+        return sum(loss for loss, _ in each), {"custom/ratio:mean": sum(ratios) / len(ratios)}
+
+    one_pass = trainer.forward_backward_custom(data, handle).result()
+    first = trainer.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    two_passes = trainer.forward_backward_custom(data, own).result()
+    second = trainer.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    for name in ("loss:sum", "custom/ratio:mean"):
+        pair = one_pass.metrics[name], two_passes.metrics[name]
+        assert math.isclose(*pair, rel_tol=1e-4), (name, pair)
+    assert logprobs(one_pass) == logprobs(two_passes)
+    norms = first.metrics["grad_norm"], second.metrics["grad_norm"]
+    assert math.isclose(*norms, rel_tol=1e-4), norms
+
+
 def save(service: Any, trainer: Any) -> str:
     """A state is what the model was, with and without its optimizer."""
     weighted = datum(weights=[1.0, 1.0, 1.0, 1.0])
@@ -167,6 +209,14 @@ def sample(service: Any, trainer: Any) -> None:
     text = types.SamplingParams(max_tokens=3, temperature=0.0)
     first, second = (base.sample(prompt, 1, text).result().sequences[0].tokens for _ in range(2))
     assert first == second
+    if hasattr(base, "get_sampler_handle"):  # from 0.38
+        numbers = set()
+        for _ in range(2):
+            copied = tinker.SamplingClient.from_sampler_handle(base.get_sampler_handle())
+            (sequence,) = copied.sample(prompt, 1, text).result().sequences
+            assert sequence.tokens == first
+            numbers.add(int(sequence.sequence_id.split(":")[-2]) // 10**9)
+        assert numbers == {1, 2}, numbers
 
 
 def score(sampler: Any, prompt: Any) -> None:
@@ -209,8 +259,8 @@ def export(service: Any, trainer: Any) -> None:
         rest = service.create_rest_client()
         path = trainer.save_weights_external("out").result().path
         urls = rest.get_external_weights_urls(path).result().urls
-        assert {"adapter/adapter_config.json", "model/config.json"} <= set(urls), urls
-        with urllib.request.urlopen(urls["adapter/adapter_config.json"]) as file:
+        assert {"adapter_config.json", "model/config.json"} <= set(urls), urls
+        with urllib.request.urlopen(urls["adapter_config.json"]) as file:
             assert json.load(file)["r"] == 8
         rest.delete_checkpoint_from_tinker_path(path).result()
     if hasattr(service, "copy_weights"):  # from 0.26
@@ -241,6 +291,13 @@ def look(service: Any, trainer: Any, path: str) -> None:
     rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result()
     everywhere = rest.list_user_checkpoints().result().checkpoints
     assert next(each for each in everywhere if each.tinker_path == path).expires_at is not None
+    for change, is_public in (
+        (rest.publish_checkpoint_from_tinker_path, True),
+        (rest.unpublish_checkpoint_from_tinker_path, False),
+    ):
+        change(path).result()
+        everywhere = rest.list_user_checkpoints().result().checkpoints
+        assert next(each for each in everywhere if each.tinker_path == path).public is is_public
     weights = rest.get_weights_info_by_tinker_path(path).result()
     assert (weights.base_model, weights.is_lora, weights.lora_rank) == (MODEL, True, 8), weights
     if hasattr(rest, "get_checkpoint_archive_url_from_tinker_path"):  # up to 0.35
@@ -269,7 +326,9 @@ def main() -> None:
     info = trainer.get_info()
     assert (info.model_data.model_name, info.is_lora, info.lora_rank) == (MODEL, True, 8), info
     assert info.model_data.arch == "llama", info
+    train(ended(service.create_lora_training_client(base_model=MODEL, rank=0)))
     train(trainer)
+    upload(service, trainer)
     path = save(service, trainer)
     sample(service, trainer)
     export(service, trainer)

@@ -28,6 +28,7 @@ from tests.ports import free_port
 
 SECONDS = 120.0
 PROGRAM = Path(__file__).with_name("program.py")
+COMMANDS = Path(__file__).with_name("commands.py")
 LOOP = Path(__file__).with_name("loop.py")
 STEPS = 12  # of a loop
 
@@ -94,6 +95,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_every_call_of_a_client(version: str, server: Server) -> None:
     printed = sdk.program(version, PROGRAM, server.url, server.key)
     assert printed.splitlines()[-1] == "done"
+
+
+@pytest.mark.timeout(1800)
+def test_commands_of_the_newest_sdk(server: Server, tmp_path: Path) -> None:
+    printed = sdk.program(sdk.NEWEST, COMMANDS, server.url, server.key, str(tmp_path))
+    assert printed.splitlines()[-1] == "done"
+    assert (tmp_path / "adapter_config.json").is_file()
+    assert (tmp_path / "model" / "config.json").is_file()
 
 
 @pytest.mark.timeout(1800)
