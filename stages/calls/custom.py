@@ -108,7 +108,7 @@ class CustomLoss(Loss):
     """The loss of a client, which has it uploaded. Each datum has one, and they are added up."""
 
     name = "custom"
-    inputs = ()
+    inputs: tuple[str, ...] = ()
 
     def __init__(self, graph: Mapping[str, Any] | None = None) -> None:
         if graph is not None:

@@ -144,7 +144,7 @@ class CrossEntropy(Loss):
 class PolicyLoss(Loss):
     """A loss over sampled tokens."""
 
-    inputs = ("logprobs", "advantages")
+    inputs: tuple[str, ...] = ("logprobs", "advantages")
 
     def metrics(self, tokens: LossTokens) -> dict[str, torch.Tensor]:
         is_trained = tokens["advantages"] != 0
