@@ -230,7 +230,9 @@ export class Progress {
     const speed = (name) =>
       history.map((step, at) => {
         const before = history[at - 1];
-        return before && step.time > before.time ? Math.max(0, step[name] - before[name]) / (step.time - before.time) : null;
+        // by its own seconds: between the times of two steps a run may have ended and been resumed
+        const spent = before && (Number.isFinite(step.seconds) ? step.seconds * (step.step - before.step) : step.time - before.time);
+        return spent > 0 ? Math.max(0, step[name] - before[name]) / spent : null;
       });
     const grown = (name) =>
       history.map((step, at) => {

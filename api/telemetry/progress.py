@@ -26,6 +26,7 @@ from pipeline.data.events import (
     Event,
     EventData,
     ForecastEvent,
+    LedgerEvent,
     PromptEvent,
     StateEvent,
     StepEvent,
@@ -221,8 +222,10 @@ class Message(NamedTuple):
 class Progress(RunTotals):
     """A run of ``steps`` steps with the staleness bound ``bound`` on ``devices`` devices.
 
-    Times in Unix seconds: ``began`` of the first event, ``running`` of the first event of training,
-    ``stepped`` of the last step, ``now`` of the last event.
+    A run that is resumed has several parts, with time between them that is not its own. Times in
+    Unix seconds: ``began`` of the first event of the newest part, ``working`` of its first ready
+    worker, ``stepped`` of the last step, ``now`` of the last event. ``former_seconds``: of the
+    parts before.
     """
 
     def __init__(self, name: str, steps: int, bound: int, devices: int = 1) -> None:
@@ -232,9 +235,12 @@ class Progress(RunTotals):
         self.bound = bound
         self.devices = devices
         self.began: float | None = None
-        self.running: float | None = None
+        self.former_seconds = 0.0
+        self.working: float | None = None
         self.stepped: float | None = None
         self.now: float | None = None
+        self._steps_of_part = 0
+        self._generated_before = 0  # tokens, when the newest part began
         self.curve = Thinned[StepPoint]()  # of steps; one that is made again stands once
         self.last: StepEvent | None = None
         # by version; the first and the last with samples
@@ -243,18 +249,26 @@ class Progress(RunTotals):
         self.messages: deque[Message] = deque(maxlen=MESSAGES)
 
     def apply(self, event: Event) -> EventData | None:
+        former_state = self.state
         data = super().apply(event)
-        self.began = event.time if self.began is None else self.began
+        if self.began is None:
+            self.began = event.time
+        elif self.state in ("created", "starting") and former_state not in ("created", self.state):
+            self._begin_part(event.time)
         self.now = event.time
         match data:
             case StateEvent():
-                if self.state == "running" and self.running is None:
-                    self.running = event.time
+                if self.state == "running":
+                    self._note_work(event.time)
                 if self.reason:
                     self._note(f"{self.state}: ", self.reason)
             case StepEvent():
                 self._add_step(data)
                 self.stepped = event.time
+            case LedgerEvent() if not self._steps_of_part:
+                self._generated_before = data.generated_tokens
+            case WorkerEvent(change="ready"):
+                self._note_work(event.time)
             case EvaluationEvent():
                 self._add_evaluation(data)
             case WorkerEvent(change="died", reason=reason) if reason:
@@ -271,6 +285,16 @@ class Progress(RunTotals):
                 self._note("", data.reason)
         return data
 
+    def _begin_part(self, time: float) -> None:
+        self.former_seconds = self.elapsed
+        self.began = time
+        self.working = None
+        self._steps_of_part = 0
+        self._generated_before = self.tokens["generated"]
+
+    def _note_work(self, time: float) -> None:
+        self.working = time if self.working is None else self.working
+
     def _note(self, begin: str, reason: str = "") -> None:
         self.messages.append(Message(begin + reason, reason))
 
@@ -279,6 +303,7 @@ class Progress(RunTotals):
             self.curve.remove_from(step.step)
             self.evaluated.remove_from(step.version)
         self.curve.add(StepPoint.of(step))
+        self._steps_of_part += 1
         self.last = step
 
     def _add_evaluation(self, event: EvaluationEvent) -> None:
@@ -315,8 +340,10 @@ class Progress(RunTotals):
 
     @property
     def elapsed(self) -> float:
-        """Seconds between the first and the last event."""
-        return 0.0 if self.began is None or self.now is None else self.now - self.began
+        """Seconds between the first and the last event of each part."""
+        if self.began is None or self.now is None:
+            return self.former_seconds
+        return self.former_seconds + self.now - self.began
 
     @property
     def stepping_seconds(self) -> float:
@@ -344,22 +371,20 @@ class Progress(RunTotals):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Generated tokens per second over the last steps, or since training began where these made
-        none: the responses of a short run are all made before its second step. None before the
-        first step."""
-        recent = self._recent(STEPS_OF_RATE + 1)
+        """Generated tokens per second over the last steps of the newest part, or since its first
+        worker was ready where these made none: the responses of a short run are all made before its
+        second step. None before the first step."""
+        recent = self._recent(min(STEPS_OF_RATE + 1, self._steps_of_part))
+        if not recent:
+            return None
+        newest = recent[-1].tokens_generated
         seconds = sum(step.seconds or 0.0 for step in recent[1:])
-        generated = recent[-1].tokens_generated - recent[0].tokens_generated if recent else 0
+        generated = newest - recent[0].tokens_generated
         if seconds > 0 and generated > 0:
             return float(generated / seconds)
-        if (
-            not recent
-            or self.running is None
-            or self.stepped is None
-            or self.stepped <= self.running
-        ):
+        if self.working is None or self.stepped is None or self.stepped <= self.working:
             return None
-        return float(recent[-1].tokens_generated / (self.stepped - self.running))
+        return float((newest - self._generated_before) / (self.stepped - self.working))
 
     def busiest(self, *, recent: bool = True) -> tuple[str, float] | None:
         """Return the stage with the largest busy share (mean over its workers), and that share: of

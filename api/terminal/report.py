@@ -64,7 +64,7 @@ def write_report(
 ) -> Report:
     """Make the summary, the plot and the samples of the run in ``out_dir`` from its metrics.
 
-    ``seconds`` is how long it took, ``checkpoint`` the model that it made, ``saved`` the steps that
+    ``seconds`` is how long its newest part took, ``checkpoint`` the model that it made, ``saved`` the steps that
     its newest checkpoint holds.
     """
     progress = progress_of(recipe, read_metrics(out_dir / METRICS))
@@ -140,7 +140,8 @@ def log_of(out_dir: Path, worker: str) -> Path | None:
 
 
 def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
-    """Return the run in numbers, as ``summary.json`` keeps them."""
+    """Return the run in numbers, as ``summary.json`` keeps them. ``seconds`` are those of its newest
+    part, since it was resumed."""
     history = progress.history
     rewards = progress.rewards()
     last = progress.last
@@ -161,7 +162,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "reason": progress.reason,
         "steps": progress.steps_done,
         "steps_planned": progress.steps,
-        "seconds": seconds,
+        "seconds": progress.former_seconds + seconds,
         "seconds_per_step": progress.median_step_seconds,
         "reward_first_steps": first,
         "reward_last_steps": final,
@@ -335,11 +336,10 @@ def evaluation_text(cost: Mapping[str, Any]) -> str:
         return ""
     share = cost["engine_seconds"] / cost["seconds"] if cost["seconds"] else 0.0
     text = (
-        f"{cost['count']} of {cost['rows']:,} rows and {cost['tokens']:,} tokens, in "
-        f"{duration(cost['seconds'])}"
+        f"{cost['count']} with {cost['rows']:,} answers, {cost['tokens']:,} tokens; {share:.0%} of "
+        f"an engine for {duration(cost['seconds'])} (all of one for {cost['engine_seconds']:,.1f} s)"
     )
-    text += f" at {share:.0%} of an engine, as {cost['engine_seconds']:,.1f} s of all of it"
-    text += f"; {cost['missed']} due were passed over" if cost["missed"] else ""
+    text += f"; {cost['missed']} more were due, and left out" if cost["missed"] else ""
     return text + unscored(cost["failed"], cost["absent"])
 
 

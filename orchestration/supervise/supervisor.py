@@ -132,6 +132,8 @@ class Supervisor:
 
     async def run(self, stop: asyncio.Event) -> Outcome:
         await self.index.transition(["created"], "starting")
+        if self.begins:  # what this part of the run adds to
+            await _report_ledger(self.index)
         try:
             outcome = await self._supervise(stop)
         except (RunFailed, GuardFailed, Unplaceable) as failed:

@@ -53,6 +53,55 @@ def test_rates_and_time_left_leave_out_the_start() -> None:
     assert applied(slow).tokens_per_second is None
 
 
+def ledger(time: float, generated: int) -> Event:
+    counts = dict.fromkeys(("generated", "trained", "filtered", "remade", "in_flight"), 0)
+    tokens = {f"{name}_tokens": 0 for name in counts} | {"generated_tokens": generated}
+    return scripted.event(time, "ledger", **counts, **tokens, redelivered=0, skipped_steps=0)
+
+
+def part(begin: float, generated: int, *steps: Event) -> list[Event]:
+    """Events of a run that goes on at ``begin``, with a worker that is ready 3 s later."""
+    return [
+        scripted.event(begin, "state", state="created", reason=""),
+        scripted.event(begin + 1, "state", state="starting", reason=""),
+        ledger(begin + 1, generated),
+        scripted.event(
+            begin + 3, "worker", stage="rollout", worker="rollout-0", change="ready", pid=8
+        ),
+        scripted.event(begin + 5, "state", state="running", reason=""),
+        *steps,
+    ]
+
+
+def at(time: float, step: Event) -> Event:
+    return scripted.event(time, "step", **step.data)
+
+
+def test_the_first_step_of_a_resumed_run_has_the_rate_of_its_own_part() -> None:
+    """It made 700 tokens in the 7 s since a worker was ready, 4 s of them after the others were;
+    1,600 and 1,000 are of the part before, which a view of the new part alone has not seen."""
+    resumed = part(1000, 1600, at(1010, scripted.step(2, tokens_generated=2300)))
+    before = [scripted.event(0, "state", state="starting", reason="")]
+    before += [scripted.step(0), scripted.step(1)]
+    for events in (resumed, [*before, *resumed]):
+        assert applied(*events).tokens_per_second == pytest.approx(700 / 7)
+    second = at(1012, scripted.step(3, tokens_generated=2500))
+    assert applied(*before, *resumed, second).tokens_per_second == pytest.approx(200 / 2)
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_all_its_parts() -> None:
+    first = [scripted.event(0, "state", state="created", reason="")]
+    first += [scripted.event(1, "state", state="starting", reason=""), scripted.step(0)]
+    stopped = scripted.event(20, "state", state="stopped", reason="stopped by request")
+    for ending, seconds in (([stopped], 20), ([], 10)):  # without an end it was killed
+        last = part(1000, 600, at(1010, scripted.step(1)))
+        progress = applied(*first, *ending, *last)
+        assert progress.elapsed == pytest.approx(seconds + 10)
+        summary = summarize(progress, seconds=11.0, checkpoint=None)
+        assert summary["seconds"] == pytest.approx(seconds + 11)
+        assert summary["tokens_generated"] == 1100
+
+
 def test_a_replayed_step_counts_once() -> None:
     progress = applied(scripted.step(0), scripted.step(1), scripted.step(1, reward_mean=0.7))
     assert progress.steps_done == 2

@@ -139,7 +139,7 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
         "0.150 → 0.550  (+0.400, mean of the first and last 4 steps)",
         "0.100 → 0.900",
         "2 max, bound 2",
-        "2 of 32 rows and 200 tokens, in 0:04 at 25% of an engine, as 1.0 s of all of it",
+        "2 with 32 answers, 200 tokens; 25% of an engine for 0:04 (all of one for 1.0 s)",
         "3 groups (1,200 tokens): equal rewards; 1 group (0 tokens): reward x failed",
         "2 steps, as a loss or gradient was not finite",
         "2 of prompts.sources.0, 5 of prompts.sources.1",
