@@ -129,8 +129,11 @@ class RowOptions(BaseModel):
         if needed and not getattr(self, needed):
             yield needed, "is missing", f"source = {self.source!r} needs it"
         for name in unused if needed == "path" else [*unused, "split"]:
-            if getattr(self, name):
-                yield name, f"means nothing for source = {self.source!r}", "take it out"
+            if value := getattr(self, name):
+                fix = "take it out; over a recipe that has it, "
+                is_text = isinstance(value, str)
+                fix += f'write {name} = ""' if is_text else f"give --set prompts.{name}={{}}"
+                yield name, f"means nothing for source = {self.source!r}", fix
         if self.source == "builtin" and self.task and self.task not in TASKS:
             yield "task", "is not known", f"use one of {sorted(TASKS)}"
         if self.column in self.leave_out:
@@ -225,7 +228,7 @@ class PromptOptions(RowOptions):
         if self.sources:
             for name in RowOptions.model_fields:
                 if getattr(self, name) != RowOptions.model_fields[name].default:
-                    fix = "write it in each [[prompts.sources]]"
+                    fix = "write it in each [[prompts.sources]], and extend no recipe that has it"
                     yield name, "means nothing beside prompts.sources", fix
         else:
             yield from super()._faults()

@@ -587,7 +587,7 @@ def test_a_recipe_says_which_external_stages_do_not_fit() -> None:
     with pytest.raises(RecipeError) as refused:
         recipe({**ROLLOUT, "prompts": {"source": "external", "task": "repeat"}})
     assert [(problem.key, problem.fix) for problem in refused.value.problems] == [
-        ("prompts.task", "take it out")
+        ("prompts.task", 'take it out; over a recipe that has it, write task = ""')
     ]
 
 

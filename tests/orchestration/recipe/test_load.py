@@ -471,6 +471,23 @@ def test_what_cannot_be_extended_is_named(tmp_path: Path) -> None:
     assert "deep" in found[0].wrong
 
 
+def test_keys_of_the_other_source_say_how_they_go(tmp_path: Path) -> None:
+    """Of an extended recipe nothing can be taken out; doing as the fix says is enough."""
+    written(tmp_path, "rows.jsonl", 8 * '{"prompt": "a="}\n')
+    head = 'extends = "tiny"\n[prompts]\nsource = "jsonl"\npath = "rows.jsonl"\n'
+    path = written(tmp_path, "mine.toml", head)
+    [problem] = [each for each in problems(path) if each.key == "prompts.task"]
+    assert problem.fix.endswith('write task = ""')
+    path.write_text(f'{head}task = ""\n')
+    assert not [each for each in problems(path) if each.key == "prompts.task"]
+    written(tmp_path, "base.toml", 'extends = "tiny"\n[prompts]\nconfig = {letters = 3}\n')
+    path.write_text(head.replace('"tiny"', '"base.toml"') + 'task = ""\n')
+    [problem] = [each for each in problems(path) if each.key == "prompts.config"]
+    assert problem.fix.endswith("--set prompts.config={}")
+    found = problems(path, "prompts.config={}")
+    assert not [each for each in found if each.key == "prompts.config"]
+
+
 def test_what_is_extended_cannot_be_set_in_a_recipe_that_is_whole(minimal: Path) -> None:
     [problem] = problems(minimal, "extends=tiny")
     assert (problem.key, problem.fix) == ("extends", "write it at the top of the recipe's own file")
