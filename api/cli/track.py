@@ -45,9 +45,10 @@ def track_command(
     Called again it goes on where it was.
     """
     from api.telemetry.trackers import TRACKERS, TrackError
+    from orchestration.recipe.problems import suggest
 
     if to not in TRACKERS:
-        refuse(f"--to: {to!r} is not a tracker; use one of: {', '.join(TRACKERS)}")
+        refuse(f"--to: {to!r} is not a tracker; {suggest(to, TRACKERS)}")
     folder = Path(run)
     if not server and not (folder / "recipe.json").exists():
         refuse(f"run: {run} is not the folder of a run; or give --server and a run's id")

@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import Any
 
 from orchestration.comparison.curves import By, Curve, Estimate, band, curve, estimate
-from orchestration.comparison.keys import HELD_OUT
+from orchestration.comparison.keys import ABSENT, HELD_OUT, beside
 from orchestration.comparison.results import RunResult
+from orchestration.recipe.problems import suggest
 
 REWARD = "reward_mean"
 HELD_OUT_REWARD = f"{HELD_OUT}reward_mean"
@@ -29,7 +30,6 @@ APART = re.compile(
 LOWEST = re.compile(r"loss|seconds|staleness|failed|absent|truncated|(^|_)(kl|gap|clip)")
 LAST_SHARE = 0.1  # of the steps, of which the end value is the mean
 POINTS = 200  # of a curve
-ABSENT = "–"  # in place of the value of a key that a recipe does not have
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,11 @@ class Comparison:
     @cached_property
     def keys(self) -> list[str]:
         """The dotted keys of the recipe by which the settings differ."""
-        every_key = dict.fromkeys(key for run in self.runs for key in run.recipe)
-        first = self.runs[0].recipe if self.runs else {}
-        return [
-            key
-            for key in every_key
-            if key != SEED
-            and not APART.fullmatch(key)
-            and any(run.recipe.get(key, ABSENT) != first.get(key, ABSENT) for run in self.runs)
-        ]
+        return [key for key in self._beside[1] if key != SEED and not APART.fullmatch(key)]
+
+    @cached_property
+    def _beside(self) -> tuple[list[dict[str, Any]], list[str]]:
+        return beside([run.recipe for run in self.runs])
 
     @cached_property
     def outcomes(self) -> list[dict[str, Outcome]]:
@@ -86,8 +82,8 @@ class Comparison:
     def settings(self) -> list[Setting]:
         """The settings, in the order of their first runs."""
         places = dict[tuple[str, ...], list[int]]()
-        for at, run in enumerate(self.runs):
-            values = tuple(_value(run.recipe.get(key, ABSENT)) for key in self.keys)
+        for at, recipe in enumerate(self._beside[0]):
+            values = tuple(_value(recipe.get(key, ABSENT)) for key in self.keys)
             places.setdefault(values, []).append(at)
         return [self._setting(runs) for runs in places.values()]
 
@@ -108,7 +104,7 @@ class Comparison:
             for metric in self.metrics
         }
         return Setting(
-            keys={key: runs[0].recipe.get(key, ABSENT) for key in self.keys},
+            keys={key: self._beside[0][places[0]].get(key, ABSENT) for key in self.keys},
             runs=tuple(places),
             end=ends,
             best=bests,
@@ -139,9 +135,7 @@ def compare(runs: Sequence[RunResult], metrics: Sequence[str] = ()) -> Compariso
         metrics = [REWARD, *([HELD_OUT_REWARD] if HELD_OUT_REWARD in known else [])]
     for metric in metrics:
         if metric not in known and metric != REWARD:
-            raise ValueError(
-                f"metric = {metric!r}: no run has it; use one of: {', '.join(sorted(known))}"
-            )
+            raise ValueError(f"metric = {metric!r}: no run has it; {suggest(metric, known)}")
     return Comparison(runs, metrics)
 
 

@@ -12,6 +12,7 @@ from pipeline.problems import Problem, ProblemError
 T = TypeVar("T")
 
 LONGEST_SUGGESTED = 64  # characters of a name that are compared with the allowed ones
+MOST_NAMED = 60
 
 
 class RecipeError(ProblemError, ValueError):
@@ -25,14 +26,14 @@ class RecipeError(ProblemError, ValueError):
 
 
 def suggest(given: str, allowed: Collection[str]) -> str:
-    """Return what to write instead of ``given``: the most similar of ``allowed``, or all of
-    them."""
+    """Return what to write instead of ``given``: the most similar of ``allowed``, or all of them,
+    of many the first :data:`MOST_NAMED`."""
     close = difflib.get_close_matches(given[:LONGEST_SUGGESTED], allowed, n=1, cutoff=0.6)
-    return (
-        (f"did you mean {close[0]!r}?")
-        if close
-        else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
-    )
+    if close:
+        return f"did you mean {close[0]!r}?"
+    names = [*map(repr, sorted(allowed))]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"use one of: {', '.join(names[:MOST_NAMED])}{more}"
 
 
 def value_or_none(read: Callable[[], T]) -> T | None:

@@ -39,6 +39,10 @@ class RunTable:
         records = (await self._registry.everything())[:MOST_RUNS]
         return await asyncio.to_thread(self._rows, records, columns)
 
+    def metrics_of(self, records: Sequence[RunRecord]) -> list[str]:
+        """Return the names of the numbers that the newest events of ``records`` have."""
+        return sorted({name for record in records for name in self._numbers_of(record)})
+
     def _rows(self, records: Sequence[RunRecord], columns: Sequence[str]) -> dict[str, Any]:
         numbers = [self._numbers_of(record) for record in records]
         recipes = [record.recipe for record in records]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestration.comparison.compare import outcome
 from orchestration.comparison.results import HELD_OUT, RunResult
+from orchestration.recipe.problems import suggest
 from orchestration.state.lock import RunError
 from orchestration.sweep.record import State, Sweep, SweepRun
 from orchestration.sweep.stopping import parse_stops
@@ -184,15 +185,19 @@ class SweepExecution:
         ended = states.get(state, "failed")
         if progress.stopped_for and ended == "stopped":
             ended, reason = "pruned", progress.stopped_for
+        metric = self.sweep.request.metric
         value = None
+        known: list[str] = []
         with contextlib.suppress(OSError):  # a run that could not begin has no files
-            value = outcome(await self.executor.result(run), self.sweep.request.metric).end
+            result = await self.executor.result(run)
+            value = outcome(result, metric).end
+            known = result.metrics()
         self.sweep.change(run, ended, reason, value=value)
         if self._search is not None and run.is_over:
             self._search.ended(run)
         self._show(run)
         if ended == "finished" and value is None and self._judges:
             raise RunError(
-                f"metric: {run.name} has finished without a value of "
-                f"{self.sweep.request.metric!r}; give another --metric"
+                f"--metric: {run.name} has finished without a value of {metric!r}; "
+                f"{suggest(metric, known)}"
             )

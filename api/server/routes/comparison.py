@@ -19,6 +19,7 @@ from api.server.http.bodies import JSON
 from api.server.http.problems import HTTPProblem
 from api.server.service.operations import operation
 from api.server.service.service import SERVICE, Service
+from orchestration.recipe.problems import suggest
 from orchestration.service.run_table import RunTable
 from orchestration.state.registry import RunRecord
 
@@ -95,7 +96,7 @@ def _compared(
             kind="unknown-metric",
             field="query.metric",
             value=metric,
-            fix="use one of the metrics of GET /v1/table",
+            fix=suggest(metric, state.table.metrics_of([record for record, _ in chosen])),
         ) from None
     curves = as_curves(comparison, metric, query.by, query.points, fold=query.fold)
     answer: dict[str, Any] = as_tables(comparison) | {"curves": curves}

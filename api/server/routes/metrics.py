@@ -29,6 +29,7 @@ from api.telemetry.series import SERIES, Wanted, names_like, width
 from orchestration.history.events_file import METRICS
 from orchestration.history.kept import EVERY
 from orchestration.history.reduction import TooMany
+from orchestration.recipe.problems import suggest
 from orchestration.state.registry import RunRecord
 from pipeline.data.events import ENDED, Event, Kind, order
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 EVENT_ID = r"^([0-9]{1,18}(-[0-9]{1,18})?|\$)$"
 FINEST_SECONDS = 1e-3  # of a point; events have their times in milliseconds
-MOST_NAMES = 60  # that an error lists
 WAITING_SECONDS = 2 * EVERY  # for which events wait for the file, where a run has few workers
 Time = Annotated[float, Field(ge=0, le=1e11, description="Unix seconds.")]
 
@@ -294,14 +294,13 @@ async def _refuse_unknown(service: Service, record: RunRecord, names: frozenset[
     for name in sorted(names):
         allowed = names_like(name, totals.names, newest)
         if allowed and name not in allowed:
-            fix = f"use one of: {', '.join(allowed[:MOST_NAMES])}"
             raise HTTPProblem(
                 422,
                 f"{name} is not known here.",
                 kind="unknown-name",
                 field="query.names",
                 value=name,
-                fix=fix,
+                fix=suggest(name, allowed),
             )
 
 

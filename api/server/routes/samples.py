@@ -9,6 +9,7 @@ from api.schemas.samples import SamplePage, SamplesQuery, SampleView
 from api.server.http.problems import HTTPProblem
 from api.server.service.operations import operation
 from api.server.service.service import Service
+from orchestration.recipe.problems import suggest
 from stages.samples.sample_log import FOLDER
 from stages.samples.search import search
 
@@ -56,7 +57,7 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
             400,
             f"No sample has a column {unknown[0]!r}.",
             kind="column",
-            fix=f"name one of {', '.join(sorted(page.columns))}",
+            fix=suggest(unknown[0], page.columns),
         )
     views = [SampleView.model_validate(sample) for sample in page.samples]
     return SamplePage(samples=views, next=page.next, looked=page.looked, steps=page.steps)

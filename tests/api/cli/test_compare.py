@@ -76,7 +76,10 @@ def test_the_table_fits_the_terminal(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--metric", "rewad"), "metric = 'rewad': no run has it; use one of: .*reward_mean"),
+        (
+            ("--metric", "rewad_mean"),
+            "metric = 'rewad_mean': no run has it; did you mean 'reward_mean'",
+        ),
         (("--by", "epochs"), "--by: 'epochs' is no axis; use step, tokens or hours"),
         (("--plot", "runs.gif"), "--plot: runs.gif has no form that is drawn"),
         (("--html", "/nowhere/runs.html"), "/nowhere/runs.html cannot be written: No such file"),

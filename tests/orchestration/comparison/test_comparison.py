@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from orchestration.comparison.compare import Comparison, compare
 from orchestration.comparison.curves import Curve, band, t_quantile
 from orchestration.comparison.keys import differing, flattened
-from orchestration.comparison.results import read_run
+from orchestration.comparison.results import RunResult, read_run
 from orchestration.comparison.view import as_curves, as_tables
 from orchestration.history.events_file import MetricsFile
 from orchestration.state.labels import Labels, write_labels
@@ -82,6 +83,30 @@ def test_settings_are_told_by_the_keys_that_differ(comparison: Comparison) -> No
         {"train.learning_rate": 1e-4},
     )
     assert comparison.places == [0, 0, 1]
+
+
+def test_a_stage_that_only_some_runs_have_is_one_key(comparison: Comparison) -> None:
+    """Of its keys those are listed by which the runs that have it differ."""
+    base = dict(comparison.runs[0].recipe)
+
+    def run(**keys: Any) -> RunResult:
+        return replace(comparison.runs[0], recipe=base | keys)
+
+    def stage(place: int, use: str, **options: Any) -> dict[str, Any]:
+        return {f"stages.{place}.{key}": value for key, value in ({"use": use} | options).items()}
+
+    judge = stage(0, "pkg.mine:Judge", workers=1, timeout=600.0, word="please")
+    runs = [run(), run(**judge)]
+    assert (keys := compare(runs).keys) == ["stages.pkg.mine:Judge"]
+    assert [setting.keys[keys[0]] for setting in compare(runs).settings] == ["–", "yes"]
+    other = judge | {"stages.0.word": "thanks"}
+    behind = {f"stages.1{key.removeprefix('stages.0')}": value for key, value in judge.items()}
+    behind |= stage(0, "Filter", workers=1)
+    assert compare([*runs, run(**other)]).keys == [*keys, "stages.pkg.mine:Judge.word"]
+    assert compare([runs[1], run(**behind)]).keys == ["stages.Filter"]
+    section = {"extra.learning_rate": 1e-5, "extra.workers": 1}
+    assert compare([run(extra=None), run(**section)]).keys == ["extra"]
+    assert compare([run(options=[]), run(options=["a"])]).keys == ["options"]
 
 
 def test_a_recorded_recipe_has_the_defaults_that_it_lacks(folders: list[Path]) -> None:
@@ -171,9 +196,11 @@ def test_what_people_wrote_is_with_a_run(folders: list[Path], tmp_path: Path) ->
     assert read_run(folder).labels == Labels()
 
 
-def test_an_unknown_metric_is_refused_with_those_that_there_are(comparison: Comparison) -> None:
-    with pytest.raises(ValueError, match=r"'rewad': no run has it; use one of: .*reward_mean"):
-        compare(comparison.runs, ["rewad"])
+def test_an_unknown_metric_is_refused_with_the_nearest_that_there_is(
+    comparison: Comparison,
+) -> None:
+    with pytest.raises(ValueError, match="'rewad_mean': no run has it; did you mean 'reward_mean'"):
+        compare(comparison.runs, ["rewad_mean"])
 
 
 def test_a_run_without_a_step_has_no_results(folders: list[Path], tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ async def test_a_metric_that_no_run_has_ends_a_search_after_its_first_run(tmp_pa
     asked = request(RANGE, search="random", trials=3, metric="rewards")
     sweep = begin(asked, tmp_path / "sweep")
     executor = Formula()
-    with pytest.raises(RunError, match="finished without a value of 'rewards'; give another"):
+    with pytest.raises(RunError, match="finished without a value of 'rewards'; did you mean"):
         await execute(sweep, executor)
     assert len(executor.begun) == 1
 

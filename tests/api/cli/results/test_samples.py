@@ -105,12 +105,12 @@ def test_filters_are_those_of_all_samples(run: Path) -> None:
 
 def test_what_a_run_does_not_have_is_refused_with_what_it_has(run: Path) -> None:
     said = refused(run, "--column", "lenght")
-    assert "No sample has a column 'lenght'" in said
-    assert "spelling" in said
-    assert "verdict" in said
+    assert "No sample has a column 'lenght'; did you mean 'length'?" in said
     said = refused(run, "--where", "verdicts=odd")
-    assert "No sample has a column 'verdicts'" in said
-    assert "verdict" in said
+    assert "No sample has a column 'verdicts'; did you mean 'verdict'?" in said
+    said = refused(run, "--where", "zzz=odd")
+    assert "'spelling'" in said
+    assert "'verdict'" in said
     assert "is no condition" in refused(run, "--where", "length")
 
 

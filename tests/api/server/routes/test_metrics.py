@@ -509,8 +509,11 @@ async def test_samples_are_found_by_text_group_prompt_and_conditions_on_any_colu
         await client.get(f"{run.path}/samples", params={"where": "exakt>0"}), 400
     )
     assert unknown["detail"] == "No sample has a column 'exakt'."
-    assert {"exact", "judged", "length", "level"} <= {
-        *unknown["fix"].removeprefix("name one of ").split(", ")
+    assert unknown["fix"] == "did you mean 'exact'?"
+    answer = await client.get(f"{run.path}/samples", params={"where": "zzz>0"})
+    fix = (await problem(answer, 400))["fix"]
+    assert {"'exact'", "'judged'", "'length'", "'level'"} <= {
+        *fix.removeprefix("use one of: ").split(", ")
     }
     answer = await client.get(f"{run.path}/samples", params={"columns": "length, lenght"})
     assert (await problem(answer, 400))["detail"] == "No sample has a column 'lenght'."
