@@ -22,6 +22,16 @@ def refuse(message: object, code: int = BAD_INPUT) -> NoReturn:
     raise typer.Exit(code)
 
 
+def refuse_folder(what: str, error: OSError, fallback: object = "") -> NoReturn:
+    """End the command as a folder cannot be written: that of ``error``, or ``fallback``. ``what``:
+    the option or argument that names it."""
+    folder = str(error.filename or fallback)
+    refuse(
+        f"{what} = {folder!r}: cannot be written ({error.strerror or error}); give a folder with "
+        f"room and permission"
+    )
+
+
 def advised(arguments: str) -> str:
     """Return the ``asyncdock`` command with these arguments as the reader has to type it.
 

@@ -19,7 +19,7 @@ import typer
 
 from api.cli.common.exit_codes import FAILED, FINISHED, INTERRUPTED
 from api.cli.common.options import JsonOption, PlainOption, SetOption
-from api.cli.common.output import advised, print_json, refuse, table
+from api.cli.common.output import advised, print_json, refuse, refuse_folder, table
 from api.cli.common.recipe_files import find
 from api.cli.service.asking import ask
 from api.terminal.screen import Safe, complain, safe_console
@@ -138,7 +138,10 @@ def sweep_command(
             )
             if out is None:
                 refuse("out: a sweep has a folder, by which it goes on; give one with --out FOLDER")
-            sweep = begin(request, out, _refused_by_service)
+            try:
+                sweep = begin(request, out, _refused_by_service)
+            except OSError as error:
+                refuse_folder("--out", error, out)
         with contextlib.closing(sweep):
             raise typer.Exit(_execute(sweep, as_json=as_json, plain=plain))
     except (RecipeError, RunError) as error:
@@ -204,7 +207,11 @@ def _execute(sweep: Sweep, *, as_json: bool, plain: bool) -> int:
         from orchestration.comparison.compare import compare
 
         screen.print()
-        print_comparison(compare(results, [sweep.request.metric]))
+        try:
+            print_comparison(compare(results, [sweep.request.metric]))
+        except ValueError as error:
+            command = advised(f"compare {sweep.folder} --metric NAME")
+            refuse(f"{error}; `{command}` compares by another")
     if any(not run.is_over for run in sweep.runs):
         complain(f"Go on with: {advised(f'sweep {sweep.folder}')}")
         return INTERRUPTED

@@ -526,11 +526,13 @@ def shared_memory_has_room(recipe: Recipe, environment: Environment) -> Iterator
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Free bytes of the disk on which ``folder`` lies or will lie; None where that is not known."""
+    """Free bytes of the disk on which ``folder`` lies or will lie; None where that is not known,
+    and where none can be written at all, which is no lack of room."""
     folder = Path(os.path.abspath(folder))
     for existing in (folder, *folder.parents):
         try:
-            return shutil.disk_usage(existing).free
+            usage = shutil.disk_usage(existing)
+            return usage.free if usage.total and os.access(existing, os.W_OK) else None
         except FileNotFoundError:
             continue
         except OSError:

@@ -231,6 +231,17 @@ def test_a_folder_that_is_taken_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["precious.txt"]
 
 
+@pytest.mark.parametrize("command", [("run",), ("sweep", "--over", "seed=0,1")])
+def test_a_folder_that_cannot_be_written_is_named(command: tuple[str, ...]) -> None:
+    """/proc has no room, and is written by nobody: no key of the recipe is to blame."""
+    name, *options = command
+    code, _, err = asyncdock(name, "mock", *options, "--out", "/proc/x")
+    assert code == 2
+    assert "error: --out = '/proc/x': cannot be written (" in err
+    assert "; give a folder with room and permission" in err
+    assert "train.steps" not in err
+
+
 def test_resume_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
     code, _, err = asyncdock("resume", str(tmp_path))
     assert code == 2
