@@ -154,9 +154,8 @@ class Curves {
       series.push({ ...shape, width: this.shown.length > 30 ? 1 : 1.75, points }, ...[1, 2].map(() => ({ ...shape, width: 0, points: { show: false } })));
       bands.push({ series: [series.length - 2, series.length - 1], fill: `${stroke}2b` });
     });
-    const means = data.filter((_, index) => index % 3 === 1).flat();
-    const [low, high] = means.reduce(([least, most], value) => (value === null ? [least, most] : [Math.min(least, value), Math.max(most, value)]), [Infinity, -Infinity]);
-    const room = high > low ? 0.15 * (high - low) : Math.abs(low) / 2 || 0.5; // an interval of few runs may be cut
+    const [low, high] = data.slice(1).flat().reduce(([least, most], value) => (value === null ? [least, most] : [Math.min(least, value), Math.max(most, value)]), [Infinity, -Infinity]);
+    const room = high > low ? 0.05 * (high - low) : Math.abs(low) / 2 || 0.5;
     const short = (value) => (this.by === "hours" ? number(value, 3) : count(value));
     this.drawn = new uPlot(
       {

@@ -85,11 +85,48 @@ export function text(label, content, samples, more = []) {
   return element("div", { class: "text" }, element("h3", {}, label), element("pre", { tabindex: "0", role: "region", "aria-label": of, dir: "auto" }, content ?? ""));
 }
 
-function marked(label, [left, right], [one, other]) {
-  if (one === other) return [text(`${label}, the same in both`, one, [left, right], ["compared"])];
-  return difference(one, other).map((side, at) =>
-    text(`${label}, ${place(at ? right : left)}`, side.map(([words, isMarked]) => (isMarked ? element("mark", {}, words) : words)), [at ? right : left], ["compared"]),
-  );
+/** The response as [[text, attributes of its span, null: none], …]: observations between its turns are pale, turns have a colour for
+ * each policy version. */
+export function parted({ response, segments, masked }) {
+  if (!segments?.length) {
+    if (!masked?.length) return [[response ?? "", null]];
+    return masked.map(([isTrained, tokens, text]) => [text, isTrained ? null : { class: "quiet", title: `${tokens} tokens, not trained` }]);
+  }
+  const piece = ([version, tokens, text]) => [text, { class: `by by-${version % 2}`, title: `v${version}, ${tokens} tokens` }];
+  return segments.flatMap(({ generated, pieces, text, branch, shares }) => [
+    ...(begins(branch, shares) ? [[`\nbranch ${branch} `, { class: "branch", title: behind(shares) }]] : []),
+    ...(generated ? pieces.map(piece) : [[text, { class: "quiet", title: "observed, not trained" }]]),
+  ]);
+}
+
+/** Whether a part is the first one of a branch. */
+export const begins = (branch, shares) => branch > 0 && shares !== undefined && shares !== null;
+export const behind = (tokens) => `goes on behind ${tokens} tokens of the response`;
+
+const joined = (parts) => parts.map(([text]) => text).join("");
+
+/** The elements of `parts`; `pieces` of their text, as of `difference`, say what is marked. */
+export function drawn(parts, pieces = [[joined(parts), false]]) {
+  let piece = 0;
+  let begin = 0; // in it
+  return parts.flatMap(([text, attributes]) => {
+    const content = [];
+    for (let at = 0; at < text.length; ) {
+      const [words, isMarked] = pieces[piece];
+      const part = text.slice(at, at + words.length - begin);
+      content.push(isMarked ? element("mark", {}, part) : part);
+      at += part.length;
+      begin += part.length;
+      if (begin === words.length) [piece, begin] = [piece + 1, 0];
+    }
+    return attributes ? element("span", attributes, content) : content;
+  });
+}
+
+/** `sides`: the parts of a text of each of two `samples`. */
+function marked(label, samples, sides) {
+  if (JSON.stringify(sides[0]) === JSON.stringify(sides[1])) return [text(`${label}, the same in both`, drawn(sides[0]), samples, ["compared"])];
+  return difference(...sides.map(joined)).map((pieces, at) => text(`${label}, ${place(samples[at])}`, drawn(sides[at], pieces), [samples[at]], ["compared"]));
 }
 
 /** Two samples; null for one that is not there. */
@@ -97,7 +134,7 @@ export function beside(left, right) {
   if (!left || !right) {
     const only = left ?? right;
     const empty = element("p", { class: "quiet" }, "No sample fits here.");
-    const whole = element("div", {}, text(`Prompt, ${place(only)}`, only.prompt, [only]), text(`Response, ${place(only)}`, only.response, [only]));
+    const whole = element("div", {}, text(`Prompt, ${place(only)}`, only.prompt, [only]), text(`Response, ${place(only)}`, drawn(parted(only)), [only]));
     return element("section", { class: "beside texts", "aria-label": place(only) }, left ? [whole, empty] : [empty, whole]);
   }
   const rows = [left, right].map((sample) => ({ ...columnsOf(sample), ended: sample.ending || (sample.truncated ? "cut at the limit" : ""), "made by": made(sample.versions) }));
@@ -114,8 +151,8 @@ export function beside(left, right) {
   return element(
     "section",
     { class: "beside", "aria-label": label },
-    element("div", { class: "texts" }, marked("Prompt", [left, right], [left.prompt, right.prompt])),
-    element("div", { class: "texts" }, marked("Response", [left, right], [left.response, right.response])),
+    element("div", { class: "texts" }, marked("Prompt", [left, right], [left, right].map(({ prompt }) => [[prompt ?? "", null]]))),
+    element("div", { class: "texts" }, marked("Response", [left, right], [left, right].map(parted))),
     table(`Figures: ${label}`, ["figure", place(left), "≠", place(right)], element("tbody", {}, figures)),
   );
 }

@@ -6,7 +6,7 @@
 
 import { announce, element, say } from "../element.js";
 import { fixed, number, seconds } from "../format.js";
-import { beside, columnsOf, made, paired, place, shown, text } from "./beside.js";
+import { begins, behind, beside, columnsOf, drawn, made, paired, parted, place, shown, text } from "./beside.js";
 import { table } from "./details.js";
 
 const PAGE = 25;
@@ -36,23 +36,6 @@ const FURTHER = [
   ["columns", "columns to show", { ...TEXT, placeholder: "length, tokens" }],
 ];
 const YES_OR_NO = { yes: "true", no: "false" };
-
-/** The response as text; observations between its turns are pale, turns have a colour for each policy version. */
-function response({ response, segments, masked }) {
-  if (!segments?.length) {
-    if (!masked?.length) return response;
-    return masked.map(([isTrained, tokens, text]) => element("span", isTrained ? {} : { class: "quiet", title: `${tokens} tokens, not trained` }, text));
-  }
-  const piece = ([version, tokens, text]) => element("span", { class: `by by-${version % 2}`, title: `v${version}, ${tokens} tokens` }, text);
-  return segments.flatMap(({ generated, pieces, text, branch, shares }) => [
-    begins(branch, shares) ? element("span", { class: "branch", title: behind(shares) }, `\nbranch ${branch} `) : null,
-    ...(generated ? pieces.map(piece) : [element("span", { class: "quiet", title: "observed, not trained" }, text)]),
-  ]);
-}
-
-/** Whether a part is the first one of a branch. */
-const begins = (branch, shares) => branch > 0 && shares !== undefined && shares !== null;
-const behind = (tokens) => `goes on behind ${tokens} tokens of the response`;
 
 /** A trajectory part by part: its tokens, who made them, what they earned, where their time went. */
 function parts(sample) {
@@ -263,7 +246,7 @@ export class Samples {
           element("span", { class: "where" }, sample.step === null || sample.step === undefined ? "in flight" : `step ${sample.step}`),
           element("span", { class: "excerpt", dir: "auto" }, columns ? element("span", { class: "columns" }, columns, " ") : null, element("b", {}, excerpt(sample.prompt)), " ", excerpt(sample.response)),
         ),
-        element("div", { class: "texts" }, text("Prompt", sample.prompt, [sample]), text("Response", response(sample), [sample])),
+        element("div", { class: "texts" }, text("Prompt", sample.prompt, [sample]), text("Response", drawn(parted(sample)), [sample])),
         sample.segments?.length ? parts(sample) : null,
         element(
           "dl",

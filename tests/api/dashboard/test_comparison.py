@@ -114,6 +114,25 @@ def test_the_file_of_a_comparison_needs_nothing_else(
         assert (browser.overflow(), browser.axe(), browser.complaints()) == (0, [], [])
 
 
+def test_an_interval_is_drawn_whole(browser: Browser, folder: Path) -> None:
+    line = {"x": [1, 2, 3], "y": [0.1, 0.2, 0.3], "half": [None, 5.0, 0.1]}
+    setting = {"recipe": {}, "runs": ["a"], "results": {}, "steps": None}
+    data = {"runs": [], "settings": [setting], "keys": [], "metrics": [], "curves": [line]}
+    with viewing(folder) as (url, _):
+        entered(browser, url, "#/table")
+        low, high = browser.asynchronous(
+            "const { Comparison } = await import('/dashboard/charts/comparison.js');"
+            "const chosen = { metric: 'reward_mean', by: 'step', fold: true };"
+            "const shown = new Comparison({ load: () => arguments_[0], metrics: [], chosen });"
+            "document.querySelector('main').append(shown.element); await shown.show();"
+            "await new Promise(requestAnimationFrame);"
+            "const { min, max } = shown.curves.drawn.scales.y; return [min, max];",
+            data,
+        )
+    assert low < 0.2 - 5.0
+    assert high > 0.2 + 5.0
+
+
 def test_tags_and_notes_are_written_on_the_page(browser: Browser, tmp_path: Path) -> None:
     with site(tmp_path) as service:
         run = _waiting(service)

@@ -692,6 +692,49 @@ def test_every_field_of_a_sample_stays_text(browser: Browser) -> None:
     ]
 
 
+def test_samples_side_by_side_have_the_colours_that_each_has_alone(browser: Browser) -> None:
+    """What differs is marked within them, also across their ends."""
+    turn = {"generated": True, "tokens": 3, "text": "", "reward": None, "calls": [], "seconds": {}}
+    observed = {"generated": False, "tokens": 2, "text": " seen ", "reward": None}
+    left = {"segments": [turn | {"pieces": [[3, 1, "one tw"], [4, 2, "o"]]}, observed]}
+    right = {"masked": [[False, 1, "one "], [True, 1, "three seen "]]}
+    facts = {"prompt": "", "reward": 1, "step": 1, "group": 0, "versions": []}
+    pair = [
+        facts | left | {"place": 0, "response": "one two seen "},
+        facts | right | {"place": 1, "response": "one three seen "},
+    ]
+    sides = browser.asynchronous(
+        module("pages/beside") + "const shown = it.beside(...arguments_[0]);"
+        "return [...shown.querySelectorAll('[aria-label^=Response] , pre')].slice(-2).map((pre) => "
+        "[pre.textContent, [...pre.querySelectorAll('mark')].map((each) => each.textContent), "
+        "[...pre.querySelectorAll('span')].map((each) => [each.className, each.textContent])]);",
+        pair,
+    )
+    assert sides == [
+        [
+            "one two seen ",
+            ["tw", "o"],
+            [["by by-1", "one tw"], ["by by-0", "o"], ["quiet", " seen "]],
+        ],
+        ["one three seen ", ["three"], [["quiet", "one "]]],
+    ]
+
+
+def test_the_speed_of_a_step_after_a_resume_is_by_its_own_seconds(browser: Browser) -> None:
+    steps = [
+        {"step": 1, "time": 100, "seconds": 2, "tokens_generated": 500},
+        {"step": 2, "time": 102, "seconds": 2, "tokens_generated": 1500},
+        {"step": 3, "time": 9102, "seconds": 4, "tokens_generated": 1900},
+    ]
+    speeds = browser.asynchronous(
+        module("progress") + "const progress = new it.Progress({}, () => 0);"
+        "for (const step of arguments_[0]) progress.step(step);"
+        "return progress.columns().speed('tokens_generated');",
+        steps,
+    )
+    assert speeds == [None, 500, 100]
+
+
 def test_branches_are_marked_and_all_parts_of_a_long_trajectory_are_seen(browser: Browser) -> None:
     text = "a long observation " * 8
     parts = [
