@@ -10,9 +10,11 @@ import asyncio
 import base64
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -36,6 +38,7 @@ class Hub:
     objects: dict[str, bytes] = field(default_factory=dict)
     faults: dict[tuple[str, str], int | str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
+    xet: Path | None = None  # storage that stands for Xet's server; None: there is none
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -121,6 +124,17 @@ class Hub:
         ]
         return web.json_response({"transfer": "basic", "objects": objects})
 
+    async def xet_token(self, request: web.Request) -> web.Response:
+        """Send hf_xet to a folder, which it takes in place of a server."""
+        if fault := self.fault("token", self.name(request), request):
+            return fault
+        if self.xet is None:
+            raise web.HTTPNotFound
+        until = int(time.time()) + 3600
+        return web.json_response(
+            {"casUrl": f"local://{self.xet}", "accessToken": "of-xet", "exp": until}
+        )
+
     async def upload(self, request: web.Request) -> web.Response:
         if fault := self.fault("upload", self.name(request), request):
             return fault
@@ -141,7 +155,8 @@ class Hub:
                 case "file":
                     repository.files[value["path"]] = base64.b64decode(value["content"])
                 case "lfsFile":
-                    repository.files[value["path"]] = self.objects[value["oid"]]
+                    oid = value["oid"]  # content that Xet has is not here
+                    repository.files[value["path"]] = self.objects.get(oid, oid.encode())
                 case "deletedFile":
                     del repository.files[value["path"]]
         url = f"{self.url}/{name}/commit/{'1' * 40}"
@@ -169,6 +184,7 @@ def serving() -> Iterator[Hub]:
         app.router.add_get(f"{api}/tree/main", hub.tree)
         app.router.add_post(f"{api}/preupload/main", hub.preupload)
         app.router.add_post(f"{api}/commit/main", hub.commit)
+        app.router.add_get(f"{api}/xet-write-token/main", hub.xet_token)
         app.router.add_post("/{owner}/{name}.git/info/lfs/objects/batch", hub.batch)
         app.router.add_put("/lfs/{owner}/{name}/{oid}", hub.upload)
         runner = web.AppRunner(app)

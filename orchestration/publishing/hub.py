@@ -5,6 +5,7 @@ FOLDER ─▶ REPO, made where there is none ─▶ is it as private as asked fo
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,9 @@ FIXES = {
     403: "the token may not write there: make one with the right to write to this namespace",
     404: "it is not there, or the token may not see it: check the name, and the token's rights",
 }
+# what hf_xet says of an answer to its request for a token
+XET_ANSWER = re.compile(r"\((\d{3}) [^)]*\), domain: \S+/xet-write-token/")
+NO_XET = "the server has no Xet storage: HF_HUB_DISABLE_XET=1 uploads by LFS"
 
 
 class PushFailed(RuntimeError):
@@ -65,11 +69,14 @@ def publish(folder: Path, repo: str, message: str, *, private: bool) -> str:
     except Exception as error:  # each layer of the library has errors of its own
         cause = error.__cause__ or error
         status = getattr(getattr(cause, "response", None), "status_code", 0)
+        fix = FIXES.get(status, "it may pass: try again later")
+        if answer := XET_ANSWER.search(str(error)):
+            status = int(answer[1])
+            fix = NO_XET if status == 404 else FIXES.get(status, fix)
         reason = getattr(cause, "server_message", None) or str(cause).partition("\n")[0]
         again = f"hf upload {repo} {folder}{' --private' if private else ''}"
         raise PushFailed(
             f"--push: {repo} does not have the model: {reason or repr(cause)}; "
-            f"{FIXES.get(status, 'it may pass: try again later')}. {folder} is whole, and "
-            f"`{again}` uploads it"
+            f"{fix}. {folder} is whole, and `{again}` uploads it"
         ) from error
     return str(commit.commit_url)

@@ -3,11 +3,12 @@ refuses."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -69,16 +70,26 @@ def said(hub: Hub, folder: Path) -> dict[str, str]:
         ("commit", "ann/down"): 503,
         ("commit", "ann/gone"): "gone",
     }
+    hub.requests.clear()
     names = ["ann/new", "letters", "ann/used", *(name for _, name in hub.faults)]
     uploads = [("ann/private", True), ("ann/public", True), *((name, False) for name in names)]
+    said = published(hub, folder, uploads, HF_HUB_DISABLE_XET="1")
+    assert not [path for path in hub.requests if "xet" in path]
+    return said
+
+
+def published(
+    hub: Hub, folder: Path, uploads: Sequence[tuple[str, bool]], **settings: str
+) -> dict[str, str]:
+    """Upload ``folder`` to repositories, private or not; returns what is said of each."""
     done = subprocess.run(
         [sys.executable, "-c", PUBLISH, str(folder), json.dumps(uploads)],
         env={
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
             "PYTHONPATH": str(ROOT),
             "HF_ENDPOINT": hub.url,
             "HF_TOKEN": hubs.TOKEN,
-            "HF_HUB_DISABLE_XET": "1",
+            **settings,
         },
         capture_output=True,
         text=True,
@@ -132,6 +143,30 @@ def test_a_refused_upload_says_what_to_do_and_leaves_nothing_half(
 def test_a_public_repository_is_not_taken_for_a_private_one(hub: Hub, said: dict[str, str]) -> None:
     assert hub.repositories["ann/public"].files == {}
     assert "--private: ann/public is there, and public; make it private" in said["ann/public"]
+
+
+def test_weights_go_to_xet_where_its_library_is(folder: Path, tmp_path: Path) -> None:
+    """Its library decides, and asks the server for a token alone. A folder stands for its server:
+    the library writes there the chunks that it would send."""
+    pytest.importorskip("hf_xet")
+    storage = tmp_path / "xet"
+    storage.mkdir()
+    uploads = [("ann/xet", False), ("ann/denied", False)]
+    with hubs.serving() as hub:
+        hub.xet = storage
+        hub.faults = {("token", "ann/denied"): 403}
+        said = published(hub, folder, uploads, HF_HOME=str(tmp_path))
+        hub.xet = None
+        said |= published(hub, folder, [("ann/without", False)], HF_HOME=str(tmp_path))
+    assert said["ann/xet"].startswith(f"{hub.url}/ann/xet/commit/")
+    weights = FILES["model.safetensors"]
+    digest = hashlib.sha256(weights).hexdigest().encode()
+    assert hub.repositories["ann/xet"].files == FILES | {"model.safetensors": digest}
+    assert any(weights in path.read_bytes() for path in storage.rglob("*") if path.is_file())
+    assert not hub.objects, "nothing goes by LFS"
+    assert "the token may not write there" in said["ann/denied"]
+    assert "no Xet storage: HF_HUB_DISABLE_XET=1 uploads by LFS. " in said["ann/without"]
+    assert not hub.repositories["ann/without"].files
 
 
 def test_a_push_without_a_token_is_refused_before_the_export(
