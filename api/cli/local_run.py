@@ -15,17 +15,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from api.cli.common.exit_codes import FAILED, INTERRUPTED, OF_STATE
-from api.cli.common.options import EventsOption, FromOption, PlainOption, SetOption
-from api.cli.common.output import refuse
+from api.cli.common.options import (
+    EventsOption,
+    FromOption,
+    PlainOption,
+    SetOption,
+    TrustOption,
+)
+from api.cli.common.output import refuse, refuse_folder
 from api.cli.common.recipe_files import RecipeArgument, find, load
 from api.cli.folder.foreign import refuse_anothers, run_folder
 from api.terminal.screen import safe_console
@@ -78,12 +84,7 @@ def resume(
     ],
     set_: SetOption = None,
     start_version: FromOption = None,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust", help="Also where the folder is another user's: run what its recipe names."
-        ),
-    ] = False,
+    trust: TrustOption = False,
     as_json: EventsOption = False,
     plain: PlainOption = False,
 ) -> None:
@@ -95,13 +96,53 @@ def resume(
         from orchestration.run.folder import RunFolder
 
         create = partial(RunFolder.resume, run_dir, set_ or [], start_version)
-        raise typer.Exit(create_and_show(create, forks, json=as_json, plain=plain))
+        raise typer.Exit(create_and_show(create, forks, json=as_json, plain=plain, option="run"))
+
+
+def fork_here(
+    run: str,
+    version: int | None,
+    overrides: Mapping[str, Any],
+    out: Path | None,
+    *,
+    trust: bool,
+    as_json: bool,
+    plain: bool,
+) -> NoReturn:
+    """Execute a fork of the run in the folder ``run``, and end the command with its exit code."""
+    from orchestration.checkpoints.checkpoint import CheckpointUnusable
+    from orchestration.recipe.problems import RecipeError
+    from orchestration.run.fork import forked
+    from orchestration.state.lock import RunError
+
+    run_dir = run_folder(Path(run).resolve())
+    refuse_anothers(run_dir, trust)
+    runs = Path.cwd() / "runs"
+    out = out and Path.cwd() / out
+    with original_folder(run_dir), fork_server() as forks:
+        try:
+            fork = forked(run_dir, version, overrides, out or runs)
+        except (CheckpointUnusable, RecipeError, RunError) as error:
+            refuse(error)
+        raise typer.Exit(
+            create_and_show(
+                lambda: fork.create(out or new_folder(runs, fork.recipe)),
+                forks,
+                json=as_json,
+                plain=plain,
+            )
+        )
 
 
 def create_and_show(
-    create: Callable[[], RunFolder], forks: ForkServer | None, *, json: bool, plain: bool
+    create: Callable[[], RunFolder],
+    forks: ForkServer | None,
+    *,
+    json: bool,
+    plain: bool,
+    option: str = "--out",
 ) -> int:
-    """Execute the run in the folder that ``create`` returns.
+    """Execute the run in the folder that ``create`` returns, which ``option`` names.
 
     Returns the exit code; ends the command when the run cannot be created.
     """
@@ -115,10 +156,7 @@ def create_and_show(
     except RunLocked as locked:
         refuse(locked, FAILED)
     except OSError as error:
-        refuse(
-            f"out: the folder of the run cannot be written ({error}); give one with room and "
-            f"permission, by --out"
-        )
+        refuse_folder(option, error)
     except (RunError, ValueError) as error:
         refuse(error)
     keep_from_others(folder.recipe.launch.readers)

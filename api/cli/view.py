@@ -6,6 +6,7 @@ FOLDER… ─▶ api.client.folder ─▶ a link for the browser        Ctrl-C c
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Annotated, Any
 
 import typer
 
+from api.cli.common.error_log import say_errors
+from api.cli.common.exit_codes import FAILED
 from api.cli.common.output import refuse
 from api.cli.folder.foreign import run_folder
 from api.cli.service.link import print_login_link
 from api.cli.service.serve import parse_address, stopped_by_signals
 from api.client.folder import TEMPORARY, serve_folders
+from api.terminal.screen import complain
 
 
 def view_command(
@@ -37,6 +41,7 @@ def view_command(
     """
     from api.server.app import ServeError
 
+    say_errors(complain, logging.WARNING)
     for folder in folders:
         if not folder.is_dir():
             refuse(f"FOLDER: {folder} is no directory; give one in which `asyncdock run` wrote")
@@ -45,6 +50,8 @@ def view_command(
         asyncio.run(_view(folders, parse_address(listen)))
     except (ServeError, ValueError) as error:
         refuse(f"view: {error}")
+    except (OSError, RuntimeError) as error:
+        refuse(f"view: the runs cannot be shown: {error}", FAILED)
 
 
 async def _view(folders: Sequence[Path], address: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from api.client.errors import NotAllowed as NotAllowed
     from api.client.errors import NotAsyncDock as NotAsyncDock
     from api.client.errors import NotFound as NotFound
+    from api.client.errors import NotShown as NotShown
     from api.client.errors import ServiceError as ServiceError
     from api.client.errors import Unreachable as Unreachable
     from api.client.errors import WrongInput as WrongInput

@@ -50,6 +50,7 @@ from api.schemas.runs import (
     RecipesView,
     RunPage,
     RunView,
+    ScaledRun,
     StagesView,
     StoredRecipe,
     WaitingView,
@@ -178,12 +179,12 @@ class Client(Transport):
         """Ask for a checkpoint after the next step."""
         return await self._post(RunView, self._run(run, "checkpoint"))
 
-    async def scale(self, run: str, rollout: int) -> RunView:
+    async def scale(self, run: str, rollout: int) -> ScaledRun:
         """Ask for ``rollout`` rollout workers.
 
         Returns at once: they start and leave while the run goes on.
         """
-        return await self._post(RunView, self._run(run, "scale"), {"rollout": rollout})
+        return await self._post(ScaledRun, self._run(run, "scale"), {"rollout": rollout})
 
     async def what_if(self, run: str, overrides: Mapping[str, object]) -> WhatIfView:
         """Simulate the run with its own measured costs, as it is and with ``overrides`` of its

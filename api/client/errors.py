@@ -36,6 +36,10 @@ class Unreachable(ServiceError, ConnectionError):
         super().__init__(f"{server} cannot be reached: {why}")
 
 
+class NotShown(ServiceError):
+    """The run in a folder cannot be read."""
+
+
 class NotAsyncDock(ServiceError):
     """An answer came that no AsyncDock service of this version gives."""
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from api.client.client import Client, M, SyncClient
-from api.client.errors import WrongState
+from api.client.errors import NotShown, WrongState
 from orchestration.state import registry
 from orchestration.state.lifecycle import ask_in_folder
+from orchestration.state.paths import RECIPE
 from orchestration.state.registry import Ask, ask_active
 
 ASKED = ("pause", "resume", "stop", "checkpoint")
@@ -69,11 +70,15 @@ class FolderClient(Client):
         self._path = Path(folder).resolve()
         self._id = ""
 
-    async def __aenter__(self) -> FolderClient:
-        await super().__aenter__()
+    async def find(self) -> None:
+        """Find the run's id. Raises NotShown where there is no run."""
         async for run in self.runs(limit=1):
             self._id = run.id
-        return self
+        if not self._id:
+            raise NotShown(
+                f"run: {self._folder} cannot be read, as {self._path / RECIPE} is no recipe in "
+                f"JSON; put back the one that the run has written"
+            )
 
     def _run(self, run: str, subject: str = "") -> str:
         return super()._run(self._id if run == self._folder else run, subject)
@@ -96,7 +101,8 @@ class FolderClient(Client):
 
 @contextlib.asynccontextmanager
 async def client_of_folder(folder: str, **options: Any) -> AsyncIterator[FolderClient]:
-    """Yield a client that reads the run in ``folder``, live or ended. Raises ServeError."""
+    """Yield a client that reads the run in ``folder``, live or ended. Raises NotShown."""
+    from api.server.app import ServeError
     from orchestration.service.own_services import read_authorization
 
     stop = asyncio.Event()
@@ -112,21 +118,25 @@ async def client_of_folder(folder: str, **options: Any) -> AsyncIterator[FolderC
             beginning: set[asyncio.Future[Any]] = {serving, url}
             await asyncio.wait(beginning, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
-                serving.result()
+                try:
+                    serving.result()
+                except (ServeError, OSError, RuntimeError) as error:
+                    raise NotShown(f"run: {folder} cannot be shown: {error}") from error
             token = read_authorization(Path(data))
             async with FolderClient(folder, url.result(), token, **options) as client:
+                await client.find()
                 yield client
         finally:
             stop.set()
             await asyncio.wait([serving])
             # Where the interpreter ends, no thread can be started any more to stop the index in,
-            # which ends with this process.
-            with contextlib.suppress(RuntimeError):
+            # which ends with this process. A server that has not started was reported above.
+            with contextlib.suppress(RuntimeError, OSError):
                 serving.result()
 
 
 class SyncFolderClient(SyncClient):
-    """:class:`SyncClient` of the run in ``folder``, live or ended. Raises ServeError."""
+    """:class:`SyncClient` of the run in ``folder``, live or ended. Raises NotShown."""
 
     def __init__(self, folder: str, **options: Any) -> None:
         self._open(client_of_folder(folder, **options))

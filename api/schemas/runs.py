@@ -55,6 +55,12 @@ class RunView(BaseModel):
     recipe: dict[str, Any] = Field(description="As /v1/recipes/schema says, with every default.")
 
 
+class ScaledRun(RunView):
+    """A run that was asked for another number of rollout workers."""
+
+    rollouts_before: int | None = Field(None, description="For which it was asked before.")
+
+
 class RunPage(BaseModel):
     """Runs, newest first.
 

@@ -50,16 +50,17 @@ def overrides_of(recipe: Recipe, rollouts: int) -> dict[str, int]:
     return {"rollout.workers": rollouts, "launch.remote_rollouts": remote}
 
 
-async def request_scale(index: Index, rollouts: int) -> str:
+async def request_scale(index: Index, rollouts: int) -> tuple[str, int]:
     """Ask the run of ``index`` for ``rollouts`` rollout workers.
 
-    Returns its state. Raises RecipeError where it cannot have so many, and WrongState where it is
-    not alive.
+    Returns its state, and the number that it was asked for before. Raises RecipeError where it
+    cannot have so many, and WrongState where it is not alive.
     """
     state = (await index.state())[0]
     recipe = await RUN_RECIPE.get(index)
     if recipe is None or state not in LIVE:
         raise WrongState(index.run, state, "scale")
     await asyncio.to_thread(scaled, recipe, rollouts)
+    before = await SCALE.get(index) or recipe.rollout.workers
     await SCALE.put(index, rollouts)
-    return state
+    return state, before

@@ -113,6 +113,8 @@ class Service:
     token: str = ""
     samples: list[dict[str, Any]] = field(default_factory=list)
     ended: str = "finished"
+    asked: int = 0  # checkpoints
+    rollouts: list[int] = field(default_factory=lambda: [1])
     requests: list[web.Request] = field(default_factory=list)
     bodies: list[Any] = field(default_factory=list)
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -135,6 +137,8 @@ class Service:
                 web.get("/v1/runs/{run}/logs", self._logs),
                 web.get("/v1/recipes", self._recipes),
                 web.post("/v1/runs/{run}/{action:pause|resume|stop|checkpoint}", self._move),
+                web.post("/v1/runs/{run}/scale", self._scale),
+                web.get("/v1/runs/{run}/checkpoints", self._checkpoints),
             ]
         )
         self._runner = web.AppRunner(
@@ -216,7 +220,28 @@ class Service:
             "checkpoint": run["state"],
         }
         run["state"] = states[request.match_info["action"]]
+        self.asked += request.match_info["action"] == "checkpoint"
         return web.json_response(run, status=202)
+
+    async def _scale(self, request: web.Request) -> web.Response:
+        self.rollouts.append((await request.json())["rollout"])
+        scaled = self._run(request) | {"rollouts_before": self.rollouts[-2]}
+        return web.json_response(scaled, status=202)
+
+    async def _checkpoints(self, request: web.Request) -> web.Response:
+        """One for each step that is done, and each that was asked for."""
+        run = self._run(request)
+        versions = range(1, run["steps_done"] + self.asked + 1)
+        saved = [
+            {
+                "version": n,
+                "path": f"{run['folder']}/checkpoints/step-{n:08d}",
+                "time": n,
+                "bytes": 1,
+            }
+            for n in versions
+        ]
+        return web.json_response({"checkpoints": saved})
 
     async def _delete(self, request: web.Request) -> web.Response:
         self.runs.remove(self._run(request))

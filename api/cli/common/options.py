@@ -30,6 +30,12 @@ FromOption = Annotated[
         "beginning.",
     ),
 ]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="Also where the folder is another user's: run what its recipe names."
+    ),
+]
 DataOption = Annotated[
     Path,
     typer.Option("--data", metavar="DIR", help="The service's folder: its index and its runs."),

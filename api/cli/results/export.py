@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,7 +11,7 @@ import typer
 from api.cli.common.exit_codes import FAILED
 from api.cli.common.output import refuse
 from api.cli.folder.foreign import run_folder
-from api.cli.service.asking import ServerOption, ask, is_run_folder
+from api.cli.service.asking import ServerOption, ask, is_run_folder, split_step
 from api.client.credentials import DEFAULT_SERVER
 from api.terminal.screen import complain, write
 
@@ -82,29 +81,19 @@ def export_command(
         refuse(error, FAILED)
 
 
-def split_step(run: str) -> tuple[str, int | None]:
-    """Return the run and the step of ``RUN@STEP``; None for the step of ``RUN``.
-
-    >>> split_step("runs/a@20"), split_step("runs/a@b")
-    (('runs/a', 20), ('runs/a@b', None))
-    """
-    match = re.fullmatch(r"(.+)@([0-9]{1,18})", run)
-    if match is None or is_run_folder(run):
-        return run, None
-    return match[1], int(match[2])
-
-
 def folder_of(run: str, server: str) -> Path:
     """Return the folder of ``run``, itself a folder or the id of a run of ``server``. Any failure
     ends the command."""
     if is_run_folder(run):
         return run_folder(Path(run))
-    if Path(run).is_dir():
-        refuse(f"run: {run} has no recipe.json; give the folder of a run, as in runs/")
     view = ask(server, lambda client: client.run(run), run)
     if not is_run_folder(view.folder):
+        url = view.recipe.get("checkpoint", {}).get("url")
+        weights = f"without checkpoints/, as {url} has them" if url else "with the checkpoint alone"
         refuse(
-            f"run: {run} is in {view.folder}, which is not on this machine; export it there", FAILED
+            f"run: the files of {run} are in {view.folder} on another machine; export that folder "
+            f"there, or copy it here, {weights}, and give the copy",
+            FAILED,
         )
     return run_folder(Path(view.folder))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-import logging
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from api.cli.common.error_log import say_errors
 from api.cli.common.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
 from api.cli.common.output import advised, refuse
 from api.client.credentials import (
@@ -40,6 +41,7 @@ T = TypeVar("T")
 PATIENCE = 5.0  # seconds for which a command retries
 COMPLETION_SECONDS = 2.0  # for an answer to the TAB key
 UNKNOWN_RUN = "urn:asyncdock:unknown-run"  # the problem's type, from api.server.http.problems
+FOLDERS = "*/recipe.json"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 ServerOption = Annotated[
@@ -63,26 +65,34 @@ def ask(
     Any failure ends the command with a message and an exit code. ``run``: the run that it is about;
     ``token``: instead of the kept one.
     """
-    from api.client import ApiProblem, ServiceError
+    from api.client import ApiProblem, NotShown, ServiceError
+
+    if run and Path(run).is_dir() and not is_run_folder(run):
+        refuse(f"run: {run} has no recipe.json; {_meant(run, [])}")
+    failures: list[str] = []  # of the server that shows a run in a folder
 
     async def asking() -> T:
         notice = on_retry or functools.partial(_print_retry, since=time.monotonic())
         options = {"patience": PATIENCE, "on_retry": notice}
-        async with _client(server, token, run, options) as client:
+        async with _client(server, token, run, options, failures) as client:
             try:
                 return await work(client)
             except ApiProblem as problem:
                 if problem.type == UNKNOWN_RUN:
                     problem.value = run
-                    problem.fix = _closest_run(run, await newest_runs(client))
+                    problem.fix = _meant(run, [view.id for view in await newest_runs(client)])
                 raise
 
     try:
         return asyncio.run(asking())
     except ApiProblem as problem:
+        if failures and problem.status >= 500:
+            refuse(f"run: {run} cannot be shown: {failures[-1]}", FAILED)
         refuse(_describe(server, problem, token_given=bool(token)), _exit_code(problem))
+    except NotShown as error:
+        refuse(error, FAILED)
     except ServiceError as error:
-        refuse(f"{error}{_unreachable_hint(server, error)}", NO_SERVICE)
+        refuse(f"{error}{_unreachable_hint(server, error, run)}", NO_SERVICE)
     except (KeyringError, ValueError) as error:
         refuse(error)
     except KeyboardInterrupt:
@@ -90,15 +100,14 @@ def ask(
 
 
 def _client(
-    server: str, token: str, run: str, options: dict[str, Any]
+    server: str, token: str, run: str, options: dict[str, Any], failures: list[str]
 ) -> AbstractAsyncContextManager[Client]:
-    """Return a client of ``server``, or of one that shows the run in the folder ``run``."""
+    """Return a client of ``server``, or of one that shows the run in the folder ``run``, whose
+    errors go to ``failures``."""
     if run and is_run_folder(run):
-        import structlog
-
         from api.client.folder import client_of_folder
 
-        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+        say_errors(failures.append)
         return client_of_folder(run, **options)
     from api.client import Client
 
@@ -107,6 +116,18 @@ def _client(
 
 def is_run_folder(run: str) -> bool:
     return (Path(run) / "recipe.json").is_file()
+
+
+def split_step(run: str) -> tuple[str, int | None]:
+    """Return the run and the step of ``RUN@STEP``; None for the step of ``RUN``.
+
+    >>> split_step("runs/a@20"), split_step("runs/a@b")
+    (('runs/a', 20), ('runs/a@b', None))
+    """
+    match = re.fullmatch(r"(.+)@([0-9]{1,18})", run)
+    if match is None or is_run_folder(run):
+        return run, None
+    return match[1], int(match[2])
 
 
 def ask_for_completion(server: Any, work: Callable[[Client], Awaitable[T]]) -> T | None:
@@ -161,13 +182,24 @@ def is_loopback(server: str) -> bool:
     return urlsplit(server).hostname in LOOPBACK
 
 
-def _closest_run(run: str, known: Sequence[RunView]) -> str:
-    close = difflib.get_close_matches(run, [view.id for view in known], n=1)
-    return (
-        (f"did you mean {close[0]}?")
-        if close
-        else f"`{advised('runs list')}` shows those that there are"
-    )
+def _meant(run: str, ids: Sequence[str]) -> str:
+    """Return what to write in place of ``run``: one of ``ids``, or the folder of a run."""
+    close, folder = _near(run, ids)
+    if close:
+        return f"did you mean {close}?"
+    return f"give an id from `{advised('runs list')}`, or {folder}"
+
+
+def _near(run: str, ids: Sequence[str]) -> tuple[str, str]:
+    """Return the most similar of ``ids`` and of the folders of runs near the working directory; and
+    a folder of a run in words."""
+    roots = [run, "runs", "."] if Path(run).is_dir() else ["runs", "."]
+    folders = [str(path.parent) for root in roots for path in sorted(Path(root).glob(FOLDERS))]
+    names = {os.path.basename(folder): folder for folder in reversed(folders)}
+    names |= {name: name for name in (*folders, *ids)}
+    close = difflib.get_close_matches(run, names, n=1)
+    such_as = f", such as {folders[-1]}" if folders else ""
+    return names[close[0]] if close else "", f"the folder of a run{such_as}"
 
 
 def _exit_code(problem: ApiProblem) -> int:
@@ -197,17 +229,21 @@ def _describe(server: str, problem: ApiProblem, *, token_given: bool) -> str:
     return str(problem)
 
 
-def _unreachable_hint(server: str, error: ServiceError) -> str:
+def _unreachable_hint(server: str, error: ServiceError, run: str) -> str:
     from api.client import Unreachable
 
     if not isinstance(error, Unreachable):
         return ""
+    close, folder = _near(run, []) if run else ("", "")
+    or_folder = f"; or did you mean {close}?" if close else f"; or give {folder}" if run else ""
     if is_loopback(server):
         return (
             "; start a service with `asyncdock serve`, or name another one with --server or "
-            "ASYNCDOCK_SERVER"
+            f"ASYNCDOCK_SERVER{or_folder}"
         )
-    return "; see whether it runs there, and whether --server or ASYNCDOCK_SERVER is right"
+    return (
+        f"; see whether it runs there, and whether --server or ASYNCDOCK_SERVER is right{or_folder}"
+    )
 
 
 def _print_retry(failure: ServiceError, seconds: float, *, since: float) -> None:

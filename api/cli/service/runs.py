@@ -20,13 +20,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from api.cli.common.exit_codes import NO_READER, OF_STATE
+from api.cli.common.exit_codes import FAILED, NO_READER, OF_STATE
 from api.cli.common.options import (
     EventsOption,
     FromOption,
     JsonOption,
     PlainOption,
     SetOption,
+    TrustOption,
 )
 from api.cli.common.output import advised, fitting_table, local_time, print_json, refuse
 from api.cli.common.recipe_files import complete_path
@@ -38,6 +39,7 @@ from api.cli.service.asking import (
     is_loopback,
     is_run_folder,
     newest_runs,
+    split_step,
 )
 from api.cli.service.keeping import archive, confirm, delete_folder, disk
 from api.cli.service.labels import note, tag
@@ -45,16 +47,18 @@ from api.client.credentials import DEFAULT_SERVER, TOKEN_VARIABLE, KeyringError,
 from api.terminal.screen import complain, pairs_table, safe_console, write
 from orchestration.escapes import escaped
 from orchestration.streams import output_is_gone
+from pipeline.data.events import ENDED
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from api.client import Client, ServiceError
-    from api.schemas.runs import RunView, StagesView
+    from api.schemas.runs import CheckpointView, RunView, StagesView
     from orchestration.state.registry import Ask
     from pipeline.index.client import Index
 
 WATCH_PATIENCE = 300.0  # seconds for which a view survives a service that does not answer
+LOOK_SECONDS = 0.5  # until it is seen again whether a checkpoint is written
 
 runs_app = typer.Typer(help="Start, stop and watch the runs of a service.", no_args_is_help=True)
 runs_app.command()(archive)
@@ -79,7 +83,9 @@ def _complete_recipe(ctx: typer.Context, incomplete: str) -> Iterator[tuple[str,
 RunArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="A run's id, from `asyncdock runs list`.", autocompletion=_complete_run
+        metavar="RUN",
+        help="A run's id, from `asyncdock runs list`, or its folder.",
+        autocompletion=_complete_run,
     ),
 ]
 LiveArgument = Annotated[
@@ -163,6 +169,48 @@ def start(
     """Start a run of RECIPE, or queue it. With --watch, Ctrl-C leaves the view and not the run."""
     recipe_or_name, overrides = _submission(recipe, set_ or [])
     view = ask(server, lambda client: client.submit(recipe_or_name, overrides, key=key or None))
+    _started(server, view, watch=watch, as_json=as_json, plain=plain)
+
+
+@runs_app.command()
+def fork(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN[@STEP]",
+            help="A run's id or folder, live or ended, and the step of a checkpoint (0: as it "
+            "began itself). Default: the newest.",
+            autocompletion=_complete_run,
+        ),
+    ],
+    set_: SetOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Of a folder: a new one. Default: runs/NAME-fork-TIME."),
+    ] = None,
+    trust: TrustOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Then watch it.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: of a folder every event, a line each.")
+    ] = False,
+    plain: PlainOption = False,
+    server: ServerOption = DEFAULT_SERVER,
+) -> None:
+    """Start a new run with the weights of a checkpoint of RUN: of a service in its queue, of a
+    folder here. RUN stays as it is."""
+    name, version = split_step(run)
+    overrides = _overrides(set_ or [])
+    if is_run_folder(name):
+        from api.cli.local_run import fork_here
+
+        fork_here(name, version, overrides, out, trust=trust, as_json=as_json, plain=plain)
+    if out is not None:
+        refuse("--out: is for runs in folders; a service chooses the folders of its runs")
+    view = ask(server, lambda client: client.fork(name, overrides, version=version), name)
+    _started(server, view, watch=watch, as_json=as_json, plain=plain)
+
+
+def _started(server: str, view: RunView, *, watch: bool, as_json: bool, plain: bool) -> None:
     if watch:
         complain(f"Started {view.id}")
         _watch(server, view.id, as_json=as_json, plain=plain)
@@ -183,12 +231,12 @@ def stop(
 ) -> None:
     """Ask for a clean end, with a checkpoint. A run that still waits is stopped at once."""
 
-    async def stopped(client: Client) -> RunView:
+    async def stopped(client: Client) -> tuple[RunView, str]:
         view = await client.stop(run)
         if wait:
             client.patience = WATCH_PATIENCE
             view = await client.wait_until_ended(run)
-        return view
+        return view, ""
 
     _request(run, server, as_json, None if wait else _active("stop"), stopped)
 
@@ -198,7 +246,11 @@ def pause(
     run: LiveArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER
 ) -> None:
     """Let no more samples begin; what is in flight ends."""
-    _request(run, server, as_json, _active("pause"), lambda client: client.pause(run))
+
+    async def paused(client: Client) -> tuple[RunView, str]:
+        return await client.pause(run), ""
+
+    _request(run, server, as_json, _active("pause"), paused)
 
 
 @runs_app.command()
@@ -213,21 +265,60 @@ def resume(
     --set changes."""
     overrides = _overrides(set_ or [])
     local_request = None if overrides or start_version is not None else _active("resume")
-    _request(
-        run,
-        server,
-        as_json,
-        local_request,
-        lambda client: client.resume(run, overrides, start_version=start_version),
-    )
+
+    async def resumed(client: Client) -> tuple[RunView, str]:
+        return await client.resume(run, overrides, start_version=start_version), ""
+
+    _request(run, server, as_json, local_request, resumed)
 
 
 @runs_app.command()
 def checkpoint(
-    run: LiveArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER
+    run: LiveArgument,
+    wait: Annotated[bool, typer.Option("--wait", help="Come back once it is written.")] = False,
+    as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Ask for a checkpoint after the next step."""
-    _request(run, server, as_json, _active("checkpoint"), lambda client: client.checkpoint(run))
+    if wait:
+        return _write_checkpoint(run, server, as_json=as_json)
+
+    def done(steps: int, folder: str) -> str:
+        to = os.path.join(folder, "checkpoints")
+        return f"; step {steps} is done, a checkpoint of the next comes to {to}"
+
+    async def here(index: Index) -> tuple[str, str]:
+        from orchestration.state.registry import ask_active
+
+        state = await ask_active(index, "checkpoint")
+        return state, done((await index.status()).trained, run)
+
+    async def there(client: Client) -> tuple[RunView, str]:
+        view = await client.checkpoint(run)
+        return view, done(view.steps_done, view.folder)
+
+    _request(run, server, as_json, here, there)
+
+
+def _write_checkpoint(run: str, server: str, *, as_json: bool) -> None:
+    async def written(client: Client) -> tuple[RunView, CheckpointView | None]:
+        client.patience = WATCH_PATIENCE
+        before = {saved.version for saved in await client.checkpoints(run)}
+        view = await client.checkpoint(run)
+        while True:
+            later = [one for one in await client.checkpoints(run) if one.version not in before]
+            if later or view.state in ENDED:
+                return view, later[-1] if later else None
+            await asyncio.sleep(LOOK_SECONDS)
+            view = await client.run(run)
+
+    view, saved = ask(server, written, run)
+    if saved is None:
+        refuse(f"run: {view.id} has {view.state} without a further checkpoint", FAILED)
+    if as_json:
+        facts = {"id": view.id, "state": view.state, "checkpoint": saved.model_dump(mode="json")}
+        return print_json(facts)
+    complain(f"{view.id}: {view.state}; checkpoint of step {saved.version} in {saved.path}")
 
 
 @runs_app.command()
@@ -250,12 +341,20 @@ def scale(
             f"rollout=4"
         )
 
-    async def scaled(index: Index) -> str:
+    def done(before: int | None) -> str:
+        return f"; rollout workers from {before} to {number}" if before else ""
+
+    async def here(index: Index) -> tuple[str, str]:
         from orchestration.supervise.scale import request_scale
 
-        return await request_scale(index, int(number))
+        state, before = await request_scale(index, int(number))
+        return state, done(before)
 
-    _request(run, server, as_json, scaled, lambda client: client.scale(run, int(number)))
+    async def there(client: Client) -> tuple[RunView, str]:
+        view = await client.scale(run, int(number))
+        return view, done(view.rollouts_before)
+
+    _request(run, server, as_json, here, there)
 
 
 @runs_app.command()
@@ -504,25 +603,27 @@ def _request(
     run: str,
     server: str,
     as_json: bool,
-    here: Callable[[Index], Awaitable[str]] | None,
-    there: Callable[[Client], Awaitable[RunView]],
+    here: Callable[[Index], Awaitable[tuple[str, str]]] | None,
+    there: Callable[[Client], Awaitable[tuple[RunView, str]]],
 ) -> None:
     """Ask a run for something, ``here`` by its index when ``run`` is the folder of one of
-    `asyncdock run`, else ``there`` by its service, and print its state then. ``here`` None: only a
-    service can be asked."""
+    `asyncdock run`, else ``there`` by its service, and print its state then, with what both return
+    beside it: what was done. ``here`` None: only a service can be asked."""
     if here is not None and (answer := ask_here(run, here)):
-        name, state = answer
-        print_json({"id": name, "state": state}) if as_json else complain(f"{name}: {state}")
+        name, (state, done) = answer
+        print_json({"id": name, "state": state}) if as_json else complain(f"{name}: {state}{done}")
     else:
-        view = ask(server, there, run)
-        print_json(view.model_dump_json()) if as_json else complain(f"{view.id}: {view.state}")
+        view, done = ask(server, there, run)
+        if as_json:
+            return print_json(view.model_dump_json())
+        complain(f"{view.id}: {view.state}{done}")
 
 
-def _active(what: Ask) -> Callable[[Index], Awaitable[str]]:
-    async def asked(index: Index) -> str:
+def _active(what: Ask) -> Callable[[Index], Awaitable[tuple[str, str]]]:
+    async def asked(index: Index) -> tuple[str, str]:
         from orchestration.state.registry import ask_active
 
-        return await ask_active(index, what)
+        return await ask_active(index, what), ""
 
     return asked
 

@@ -31,6 +31,7 @@ from api.schemas.runs import (
     RunPath,
     RunsQuery,
     RunView,
+    ScaledRun,
     Scaling,
     Stage,
     StagesView,
@@ -49,6 +50,7 @@ from api.server.service.service import PRINCIPAL, Service
 from api.server.service.starts import begin_fork, fork_of, start_of
 from orchestration.checkpoints import checkpoint, recorded
 from orchestration.recipe.flow import device_count
+from orchestration.recipe.problems import suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import CHECKPOINT_REPORTED, RUN_FLOW
 from orchestration.state.labels import Labels, NotLabels
@@ -224,7 +226,7 @@ async def checkpoint_run(service: Service, path: RunPath) -> RunView:
 )
 async def scale_run(
     service: Service, request: web.Request, path: RunPath, body: Scaling
-) -> RunView:
+) -> ScaledRun:
     """New ones are started beside the others; the last ones park what they hold, and leave.
 
     Its `worker` events show it. A number that the recipe or this service does not allow is refused.
@@ -233,8 +235,8 @@ async def scale_run(
     record = await service.registry.get(path.run)
     overrides = overrides_of(Recipe.recorded(record.recipe), body.rollout)
     await _changed(service, request, record, overrides)
-    await request_scale(service.index(record.id), body.rollout)
-    return await _view(service, record)
+    _, before = await request_scale(service.index(record.id), body.rollout)
+    return ScaledRun(**vars(await _view(service, record)), rollouts_before=before)
 
 
 @operation(
@@ -401,7 +403,8 @@ async def get_logs(service: Service, path: RunPath, query: LogsQuery) -> str:
 
     text = await asyncio.to_thread(read)
     if text is None:
-        fix = f"use one of: {', '.join(sorted(_log_files(folder))) or 'none yet'}"
+        workers = [*_log_files(folder)]
+        fix = suggest(query.worker, workers) if workers else "wait until it has one"
         detail = "No worker of this run has a log by that name."
         raise HTTPProblem(
             404, detail, kind="unknown-worker", field="query.worker", value=query.worker, fix=fix

@@ -67,6 +67,12 @@ async def fork_of(service: Service, body: RecipeSubmission) -> Fork | None:
         return None
     record = await service.registry.get(asked.run)
     folder = service.folder(record)
+    if asked.version != 0 and record.started and not folder.is_dir():
+        detail = f"The checkpoints of run {asked.run!r} are in {folder} on another machine."
+        fix = "copy that folder to this service's machine, or give version 0, as that run began"
+        raise HTTPProblem(
+            409, detail, kind="no-checkpoint", field="version", value=asked.version, fix=fix
+        )
     # a check, which asks for no more than reading, copies nothing from elsewhere
     start = await asyncio.to_thread(start_of, folder, "", asked.version, "version")
     path = start.path if start else None

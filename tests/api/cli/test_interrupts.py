@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,7 +130,10 @@ def test_a_paused_run_goes_on_from_another_terminal(tmp_path: Path) -> None:
                     in CliRunner().invoke(cli.app, ["resume", str(tmp_path / "run")]).output
                 )
                 made = len(output)
-                assert asked("checkpoint").endswith(": paused\n")
+                said = asked("checkpoint")
+                assert re.search(
+                    rf": paused; step \d+ is done, .* {tmp_path}/run/checkpoints\n$", said
+                )
                 assert asked("resume").endswith(": running\n")
             elif (
                 line.startswith("step ")

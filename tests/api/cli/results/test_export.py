@@ -324,7 +324,7 @@ def test_what_cannot_be_exported_is_refused_with_what_to_do(
     for arguments, text in [
         ((full, used), f"--to: {used} is there already; give a new folder, or an empty one"),
         ((f"{full}@3", new), "has no checkpoint of it; it has: 2, 4"),
-        ((tmp_path, new), f"{tmp_path} has no recipe.json; give the folder of a run"),
+        ((tmp_path, new), f"{tmp_path} has no recipe.json; did you mean {empty}?"),
         ((empty, new), "has no checkpoint yet; wait for one (checkpoint.every)"),
         ((full, new, "--what", "adapter"), "the run has trained all weights (model.lora.rank = 0)"),
         ((full, new, "--private"), "--private: is about --push; give both, or neither"),
@@ -378,7 +378,8 @@ def test_a_run_of_a_service_is_exported_where_its_folder_is(full: Path, tmp_path
         assert "has the model of step 2" in said
         code, said = refusal("letters-2", tmp_path / "other", "--server", service.url)
     assert code == 1
-    assert "letters-2 is in /data/of/another, which is not on this machine; export it there" in said
+    assert "the files of letters-2 are in /data/of/another on another machine" in said
+    assert "export that folder there, or copy it here" in said
 
 
 @pytest.mark.timeout(400)

@@ -138,13 +138,35 @@ def test_a_recipe_here_is_sent_whole(service: Service, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("command", "state"),
-    [("pause", "paused"), ("resume", "running"), ("stop", "stopping"), ("checkpoint", "running")],
+    [("pause", "paused"), ("resume", "running"), ("stop", "stopping")],
 )
 def test_a_command_changes_the_state_of_a_run(service: Service, command: str, state: str) -> None:
     code, _, err = asyncdock("runs", command, RUN)
     assert (code, err) == (FINISHED, f"{RUN}: {state}\n")
     assert json.loads(asyncdock("runs", command, RUN, "--json")[1])["state"] == state
     assert service.requests[0].method == "POST"
+
+
+def test_a_request_says_what_was_asked_for(service: Service) -> None:
+    code, _, err = asyncdock("runs", "checkpoint", RUN)
+    folder = service.runs[0]["folder"]
+    assert err == (
+        f"{RUN}: running; step 3 is done, a checkpoint of the next comes to {folder}/checkpoints\n"
+    )
+    assert asyncdock("runs", "scale", RUN, "rollout=3")[2] == (
+        f"{RUN}: running; rollout workers from 1 to 3\n"
+    )
+    assert asyncdock("runs", "scale", RUN, "rollout=2")[2] == (
+        f"{RUN}: running; rollout workers from 3 to 2\n"
+    )
+    assert json.loads(asyncdock("runs", "scale", RUN, "rollout=2", "--json")[1])["id"] == RUN
+    code, _, err = asyncdock("runs", "checkpoint", RUN, "--wait")
+    assert (code, err) == (
+        FINISHED,
+        f"{RUN}: running; checkpoint of step 5 in {folder}/checkpoints/step-00000005\n",
+    )
+    saved = json.loads(asyncdock("runs", "checkpoint", RUN, "--wait", "--json")[1])["checkpoint"]
+    assert saved["version"] == 6
 
 
 def test_a_run_is_resumed_with_other_keys(service: Service) -> None:
@@ -387,7 +409,29 @@ def test_an_unknown_run_is_suggested_one(service: Service, name: str) -> None:
     code, _, err = asyncdock("runs", name, RUN[:-1] + "x", *(["--yes"] if name == "delete" else []))
     assert code == BAD_INPUT
     assert f'error: run = "{RUN[:-1]}x": There is no such run; did you mean {RUN}?' in err
-    assert "`asyncdock runs list` shows those that there are" in asyncdock("runs", "show", "zzz")[2]
+    assert (
+        "give an id from `asyncdock runs list`, or the folder of a run"
+        in (asyncdock("runs", "show", "zzz")[2])
+    )
+
+
+def test_folders_near_are_suggested_too(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a service answers or not."""
+    monkeypatch.chdir(tmp_path)
+    for run in ("runs/letters-7", "other"):
+        Path(run).mkdir(parents=True)
+        (Path(run) / "recipe.json").write_text("{}")
+    for server in (service.url, NOWHERE):
+        err = asyncdock("runs", "show", "leters-7", "--server", server)[2]
+        assert "did you mean runs/letters-7?" in err
+        assert "give the folder of a run, such as other" in (
+            asyncdock("runs", "logs", "zzz", "--server", server)[2].replace("or the", "give the")
+        )
+    err = asyncdock("runs", "show", "runs")[2]
+    assert err.startswith("error: run: runs has no recipe.json; ")
+    assert "or the folder of a run, such as other" in err
 
 
 def test_a_request_that_the_state_forbids_is_reported(service: Service) -> None:

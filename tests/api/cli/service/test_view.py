@@ -110,6 +110,20 @@ def test_an_ended_run_is_read_by_its_folder(runs: Path) -> None:
     assert digests(run) == before
 
 
+def test_a_folder_that_cannot_be_read_is_reported_in_one_line(runs: Path, tmp_path: Path) -> None:
+    """Without log lines of the server, and of the client that was closed."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(runs / "a run ä", damaged)
+    (damaged / "metrics.jsonl").unlink()
+    (damaged / "metrics.jsonl").mkdir()
+    [line] = asyncdock("runs", "show", damaged, code=FAILED).splitlines()
+    assert f"error: run: {damaged} cannot be shown: a request failed (IsADirectoryError" in line
+    assert "the traceback is in " in line
+    (damaged / "recipe.json").write_text("{")
+    [line] = asyncdock("samples", damaged, code=FAILED).splitlines()
+    assert f"{damaged / 'recipe.json'} is no recipe in JSON; put back the one" in line
+
+
 def test_a_run_that_goes_on_is_read_and_then_as_one_that_was_killed(tmp_path: Path) -> None:
     folder = tmp_path / "live"
     with executing(folder) as process:

@@ -105,6 +105,20 @@ def test_a_run_without_a_checkpoint_is_forked_from_its_beginning(served: Site) -
     served.until(lambda: served.run(fork["id"])["state"] == "finished", "the fork has finished")
 
 
+def test_weights_that_are_on_another_machine_are_not_taken_for_none(
+    served: Site, parent: str
+) -> None:
+    folder = served.data / "runs" / parent
+    folder.rename(folder.with_name("elsewhere"))
+    try:
+        refused = served.ask_for("POST", "v1/runs", {"run": parent})
+        assert (refused.status, refused.body["field"]) == (409, "version")
+        assert f"are in {folder} on another machine" in refused.body["detail"]
+        assert "or give version 0" in refused.body["fix"]
+    finally:
+        folder.with_name("elsewhere").rename(folder)
+
+
 def test_a_recipe_as_text_is_checked_with_the_line_of_what_is_wrong(served: Site) -> None:
     checked = served.ask_for("POST", "v1/recipes/check", {"toml": TOML})
     assert checked.body["recipe"]["train"]["steps"] == 3

@@ -1,0 +1,90 @@
+"""A new run in a folder of its own, which begins with the weights of a checkpoint of another one.
+
+RUN/recipe.json, checkpoints/step-…/ ─▶ forked ─▶ the new recipe, checked ─▶ create ─▶ OUT/recipe.json, base/
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestration.checkpoints import checkpoint, recorded
+from orchestration.checkpoints.forked import BASE, forked_recipe, take_over
+from orchestration.private_files import write_private
+from orchestration.recipe.loading.load import (
+    override,
+    parse_recipe,
+    recorded_recipe,
+    shorten_warmup,
+)
+from orchestration.recipe.schema import Recipe
+from orchestration.run.folder import RunFolder
+from orchestration.state.lock import RunError
+from orchestration.state.paths import RECIPE, store_url
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A new run of ``recipe``, which names models in ``start``: a checkpoint, or the files that the
+    other run began with."""
+
+    recipe: Recipe
+    start: Path
+
+    def create(self, out: Path) -> RunFolder:
+        """Make the new run's folder ``out``, with files of its own. Raises RunError and OSError."""
+        folder = RunFolder.create(self.recipe, out)
+        try:
+            tables = take_over(json.loads(folder.recipe.to_json()), folder.path, self.start)
+            folder.recipe = Recipe.from_json(json.dumps(tables))
+            write_private(folder.path / RECIPE, folder.recipe.to_json())
+        except BaseException as error:
+            folder.close()
+            shutil.rmtree(out)
+            if isinstance(error, FileNotFoundError | shutil.Error):
+                raise RunError(
+                    f"run: {self.start} was removed meanwhile; fork the newest checkpoint"
+                ) from None
+            raise
+        return folder
+
+
+def forked(run: Path, version: int | None, overrides: Mapping[str, Any], room: Path) -> Fork:
+    """Return the fork of the run in the folder ``run``, live or ended, with ``overrides`` of its
+    recipe by dotted key.
+
+    ``version``: of its checkpoint, 0: as it began itself; None: the newest. ``room``: where the new
+    run's folder will lie. Raises RunError and RecipeError.
+    """
+    run = run.resolve()
+    recipe = recorded_recipe(run / RECIPE)
+    start = _start(run, store_url(recipe, run), version)
+    tables = forked_recipe(json.loads(recipe.to_json()), start)
+    refused = [
+        override(tables, key, value, "--set", f"{key}={value}") for key, value in overrides.items()
+    ]
+    shorten_warmup(tables, overrides.keys())
+    problems = [problem for problem in refused if problem]
+    return Fork(parse_recipe(tables, "fork", problems, folder=room), start or run / BASE)
+
+
+def _start(run: Path, url: str, version: int | None) -> Path | None:
+    try:
+        if version is None:
+            start = checkpoint.newest(run / "checkpoints", url)
+        else:
+            start = recorded.of_version(run / "checkpoints", url, version)
+        if start is not None:
+            start.verify()
+    except checkpoint.CheckpointUnusable as damaged:
+        raise RunError(f"{damaged}; or fork an older one, as {run}@STEP") from None
+    if start is None and version is None:
+        raise RunError(
+            f"run: {run} has no checkpoint yet; wait for one (checkpoint.every), ask for one with "
+            f"`asyncdock runs checkpoint {run}`, or fork {run}@0, the run as it began itself"
+        )
+    return start.path if start else None
