@@ -171,6 +171,10 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ),
     ("orchestration/sandbox/sandbox.py", "subprocess.run"): (1, OWN_COMMAND),
     ("orchestration/sweep/local.py", "asyncio.create_subprocess_exec"): (1, OWN_COMMAND),
+    ("stages/rewards/programs.py", "subprocess.run"): (
+        1,
+        "Python, with a program that a model wrote: called in a sandbox alone",
+    ),
     ("stages/tasks/gym_answers.py", "importlib.import_module"): (1, OWN_NAME),
     ("stages/tasks/gym_answers.py", "sympy.parsing.sympy_parser.parse_expr"): (
         1,

@@ -56,6 +56,7 @@ def reward_set(
             concurrency=section.concurrency,
         ),
         batched=[function.name for function in section.functions if function.batch],
+        options={function.name: function.options for function in section.functions},
         pool=pool,
         end_tokens=frozenset(end_tokens) if section.special_tokens == "keep" else None,
     )

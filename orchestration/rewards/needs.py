@@ -16,7 +16,7 @@ from orchestration.recipe.sections.rewards import RewardFunction
 from orchestration.sandbox.sandbox import WAY_OUT, Sandbox, available
 from orchestration.sandbox.user_code import as_given, readable
 from stages.rewards.registry import ENTRY_POINTS, RewardError
-from stages.tasks.tasks import COMPUTED, REWARDS
+from stages.tasks.tasks import COMPUTED, REWARDS, RUNNING
 
 ENTRY = "orchestration.rewards.process"
 
@@ -35,9 +35,11 @@ def found_sandbox(names: Sequence[str], sandbox: Sandbox) -> Sandbox | None:
     """Return ``sandbox`` as this machine gives it to the functions ``names``.
 
     Where it gives none, functions that are installed go without, as ours evaluate nothing. Raises
-    RewardError for the user's own.
+    RewardError for the user's own, and for those that run programs.
     """
     support = available()
+    if running := [name for name in names if name in RUNNING and support.shortfall]:
+        raise RewardError(f"rewards {running}: {support.shortfall}; {WAY_OUT}")
     if not support.mechanism:
         if user_functions := [name for name in names if ":" in name]:
             raise RewardError(f"rewards {user_functions}: {support.shortfall}; {WAY_OUT}")

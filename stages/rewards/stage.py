@@ -112,7 +112,8 @@ class RewardSet:
     :data:`~stages.tasks.tasks.HARMLESS`, and those of :data:`~stages.tasks.tasks.COMPUTED`
     where a library computes; without it, all are called in this process. ``end_tokens``: special
     tokens stay in the texts, but for one of these at the end; None: they are left out. An async
-    function is called with one row, unless ``batched`` has it.
+    function is called with one row, unless ``batched`` has it. ``options``: further columns of a
+    function, each with the value of all rows that have none of their own.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class RewardSet:
         pool: Caller | None = None,
         end_tokens: Collection[int] | None = None,
         batched: Collection[str] = (),
+        options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         if not functions:
             raise RewardError("rewards: at least one reward function is needed")
@@ -139,6 +141,7 @@ class RewardSet:
         self._policy = policy
         self._end_tokens = end_tokens
         self._batched = frozenset(batched)
+        self._options = options
         self._slots = asyncio.Semaphore(policy.concurrency)  # of calls of async functions
         self.counts = {name: CallCounts() for name in self.names}
         self._reported: Mapping[str, float] = {}  # amounts
@@ -236,6 +239,8 @@ class RewardSet:
         """Return the scores of one function, called with parts of the rows as large as its caller
         can call at the same time, or, where it is async, with each row."""
         rows = len(given["completions"])
+        options = self._options.get(name, {})
+        given = {**given, **{key: _filled(given.get(key), options[key], rows) for key in options}}
         size = max(LEAST_ROWS, -(-rows // caller.parallel))
         if await caller.is_async(name) and name not in self._batched:
             size = 1  # so that a failure costs its own row alone, and the bound is one of responses
@@ -368,6 +373,11 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group.exceptions[0].__cause__
     return [task.result() for task in running]
+
+
+def _filled(values: Sequence[Any] | None, default: Any, rows: int) -> list[Any]:
+    """Return the ``values`` of ``rows`` rows with ``default`` in the place of None."""
+    return [default if value is None else value for value in values or [None] * rows]
 
 
 def _slice(given: Arguments, first: int, last: int) -> Arguments:

@@ -80,11 +80,18 @@ REWARDS = {
     "arithmetic": "stages.rewards.number_rewards:arithmetic",
     "environment": "stages.tasks.tasks:environment",
     "exact_number": "stages.rewards.number_rewards:exact_number",
+    "judge": "stages.rewards.judge:judge",
+    "python_tests": "stages.rewards.programs:python_tests",
     "reasoning_gym": "stages.tasks.gym_answers:reasoning_gym",
+    "reward_model": "stages.rewards.judge:reward_model",
     "spelling": "stages.tasks.tasks:spelling",
 }
 # of a few operations on texts: called in the worker
 HARMLESS = frozenset({"arithmetic", "environment", "exact_number", "spelling"})
+# of a model that reads texts, here or behind a URL: in a process without a sandbox
+ASKING = frozenset({"judge", "reward_model"})
+# run what a model wrote: only in a sandbox in which a process can start others
+RUNNING = frozenset({"python_tests"})
 # … but not with expressions: a library computes them
 COMPUTED = frozenset({"arithmetic", "exact_number"})
 

@@ -17,6 +17,7 @@ from orchestration.recipe.problems import suggest, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import StageSection
 from orchestration.recipe.sections.environment import EnvironmentSection
+from orchestration.recipe.sections.rewards import RewardFunction
 from pipeline.problems import Problem
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import (
@@ -27,7 +28,7 @@ from stages.engines.registry import (
     engine_names,
     find_factory,
 )
-from stages.tasks.tasks import CONFIGS, HARMLESS, REWARDS
+from stages.tasks.tasks import ASKING, CONFIGS, HARMLESS, REWARDS, RUNNING
 from stages.user_code import CodeUnusable, place_of
 
 SIDES: tuple[Side, ...] = ("rollout", "train")
@@ -150,10 +151,31 @@ def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
         else:
             if fault := call_problem(function):
                 yield Problem(key, name, *fault)
+            else:
+                yield from _options_are_taken(recipe.reward.functions[index], function, index)
     if names and all(function.weight == 0 for function in recipe.reward.functions):
         yield Problem(
             "reward.functions", None, "all have weight 0", "give at least one another weight"
         )
+
+
+def _options_are_taken(
+    section: RewardFunction, function: Callable[..., Any], index: int
+) -> Iterator[Problem]:
+    """Find options that are no arguments of ``function``, or that the run itself gives it."""
+    from stages.rewards.calls import named_by
+    from stages.rewards.registry import RESERVED
+
+    names = named_by(function)
+    for option, value in section.options.items():
+        key = f"reward.functions.{index}.options.{option}"
+        if option in RESERVED:
+            reason = "is an argument that reward functions get from the run"
+            yield Problem(key, value, reason, "take it out")
+        elif names is not None and option not in names:
+            own = [name for name in names if name not in RESERVED]
+            reason = f"is no argument of {section.name!r}"
+            yield Problem(key, value, reason, suggest(option, own) if own else "take it out")
 
 
 def _stages_and_environments(
@@ -181,7 +203,8 @@ def sandboxes_are_of_use(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(f"{key}.{name}", getattr(section, name), reason, fix)
     for index, function in enumerate(recipe.reward.functions):
         key = f"reward.functions.{index}"
-        if function.name in REWARDS and function.name not in HARMLESS and function.sandbox is False:
+        evaluates = function.name in REWARDS and function.name not in HARMLESS | ASKING
+        if evaluates and function.sandbox is False:
             reason = f"would let {function.name} score what a model wrote without a sandbox"
             yield Problem(f"{key}.sandbox", False, reason, "leave it out")
         elif function.is_sandboxed and not recipe.reward.processes and recipe.runs_stage("reward"):
@@ -234,11 +257,12 @@ def sandboxes_can_be_had(recipe: Recipe, environment: Environment) -> Iterator[P
             if not Path(path).expanduser().exists():
                 yield Problem(f"{key}.read.{place}", path, "is not there", "correct the path")
     found = available()
+    for key, name, _ in sandboxed:
+        is_own = not key.startswith("reward.") or ":" in name
+        if (name in RUNNING and found.shortfall) or (is_own and not found.mechanism):
+            yield Problem(f"{key}.sandbox", True, f"{name} gets {found.shortfall}", WAY_OUT)
     if found.mechanism:
         return
-    for key, name, _ in sandboxed:
-        if not key.startswith("reward.") or ":" in name:
-            yield Problem(f"{key}.sandbox", True, f"{name} gets {found.shortfall}", WAY_OUT)
     for key, part in recipe.prompts.parts().items():
         if part.source == "reasoning_gym" and part.task in {*EVALUATES, *EXECUTES}:
             yield Problem(

@@ -349,13 +349,15 @@ def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Itera
         except (RewardError, TypeError, ValueError):  # reported for the name itself, or not known
             continue
         needed = [name for name, needs_value in parameters.items() if needs_value]
-        if missing := [name for name in needed if name not in {*columns, *RESERVED, *made}]:
+        known = {*columns, *RESERVED, *made, *function.options}
+        if missing := [name for name in needed if name not in known]:
             reason = (
                 f"needs the column {missing[0]!r}, which no row of {source} has (they have "
                 f"{sorted(columns)})"
             )
-            fix = "add the column, or give the parameter a default"
-            yield Problem(f"reward.functions.{index}.name", function.name, reason, fix)
+            key = f"reward.functions.{index}"
+            fix = f"add the column, give the parameter a default, or set {key}.options.{missing[0]}"
+            yield Problem(f"{key}.name", function.name, reason, fix)
 
 
 @machine_check("prompts", "model.source", after=(prompts_can_be_read,))

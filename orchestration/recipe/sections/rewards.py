@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from orchestration.units import Count, CountOrZero, Seconds, Section, SizeOrZero
 from stages.json_schema import IsCode, IsPath, key
-from stages.tasks.tasks import HARMLESS
+from stages.tasks.tasks import ASKING, HARMLESS
 
 NETWORK = key(False, "In a sandbox: it uses the network, as for a judge behind a URL.")
 READ = key(
@@ -25,10 +25,16 @@ class RewardFunction(Section):
 
     name: Annotated[str, IsCode("reward", "spelling")] = key(
         ...,
-        "A reward of the package (`arithmetic`, `exact_number`, `reasoning_gym`, `spelling`), one "
-        "that an installed package registers, or `module:function`.",
+        "A reward of the package (`arithmetic`, `environment`, `exact_number`, `judge`, "
+        "`python_tests`, `reasoning_gym`, `reward_model`, `spelling`), one that an installed package "
+        "registers, or `module:function`.",
         min_length=1,
         examples=["arithmetic", "my_rewards:brevity"],
+    )
+    options: dict[str, Any] = key(
+        {},
+        "Arguments of the function beside the rows' columns: each has its value for every row whose "
+        "own column of the same name is absent or null.",
     )
     weight: float = key(1.0, "Factor of its score in the sample's reward, which is the sum.")
     batch: bool = key(
@@ -40,8 +46,8 @@ class RewardFunction(Section):
         None,
         "Call it in a sandbox ([rewards.md](rewards.md#the-sandbox)): no network, files read-only "
         "and only those needed, a scratch folder. Default: true for installed functions, which are "
-        "scored with what a model wrote; false for a `module:function` of your own, but true in a "
-        "service.",
+        "scored with what a model wrote, but for `judge` and `reward_model`; false for a "
+        "`module:function` of your own. In a service: true.",
     )
     network: bool = NETWORK
     read: Annotated[list[str], IsPath()] = READ
@@ -51,7 +57,9 @@ class RewardFunction(Section):
         """Whether it is called in a sandbox."""
         if self.name in HARMLESS:
             return False
-        return ":" not in self.name if self.sandbox is None else self.sandbox
+        if self.sandbox is None:
+            return ":" not in self.name and self.name not in ASKING
+        return self.sandbox
 
 
 class RewardSection(Section):

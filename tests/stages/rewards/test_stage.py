@@ -341,3 +341,32 @@ def test_a_function_gets_a_trajectory_as_turns_and_observations() -> None:
             {"role": "assistant", "content": "c"},
         ],
     ]
+
+
+def graded(
+    completions: list[str], least: list[int], answer: list[str], mark: list[float] | None = None
+) -> list[float]:
+    """A function with options: ``least``, and ``mark`` where it has one."""
+    marks = mark or [1.0] * len(completions)
+    rows = zip(completions, least, answer, marks, strict=True)
+    return [full * (len(text) >= most and text == right) for text, most, right, full in rows]
+
+
+async def test_an_option_is_a_column_where_a_row_has_none_of_its_own() -> None:
+    """Another function does not get it."""
+    name = f"{__name__}:graded"
+    texts = ["abc", "abc", "abcd", "ab"]
+    fields = [
+        {"answer": text, "least": own} for text, own in zip(texts, [None, 4, 4, 1], strict=True)
+    ]
+    rewards = RewardSet(
+        [(name, 1.0), (f"{__name__}:names", 10.0)], options={name: {"least": 3, "mark": 0.5}}
+    )
+    scores = await rewards.score(["q"] * 4, texts, [[1]] * 4, fields)
+    assert scores.scores[:, 0].tolist() == [0.5, 0.0, 0.5, 0.5]
+    assert scores.scores[:, 1].tolist() == [2.0] * 4
+
+
+def names(completions: list[str], **columns: Any) -> list[float]:
+    """How many columns there are."""
+    return [float(len(columns)) for _ in completions]

@@ -120,3 +120,30 @@ def test_a_weaker_sandbox_of_environments_is_a_notice(
     assert "['guess'] get Landlock's sandbox alone" in str(notice)
     recipe = load_recipe(guess)
     assert "environment.sandbox" not in [found.key for found in notices_of(recipe)]
+
+
+@pytest.mark.parametrize("given", [NONE, WEAKER])
+def test_programs_need_a_sandbox_that_starts_processes(
+    minimal: Path, given: Available, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = functions('{name="python_tests", options={tests="assert True"}}')
+    load_recipe(minimal, [programs])
+    monkeypatch.setattr(sandbox, "available", lambda: given)
+    found = keys(minimal, programs)
+    assert found.keys() == {"reward.functions.0.sandbox"}
+    assert "namespaces are refused (refused here)" in found["reward.functions.0.sandbox"]
+
+
+def test_a_model_that_grades_is_asked_without_a_sandbox(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "available", lambda: NONE)
+    judge = 'name="judge", options={url="http://127.0.0.1:8000/v1", model="m"}'
+    model = 'name="reward_model", sandbox=false, options={model="models/m"}'
+    load_recipe(minimal, [functions(f"{{{judge}}}", f"{{{model}}}")])
+    assert keys(minimal, functions(f"{{{judge}, network=true}}")).keys() == {
+        "reward.functions.0.network"
+    }
+    assert load_recipe(
+        minimal, [functions(f"{{{judge}, sandbox=true, network=true}}")], files=False
+    )
