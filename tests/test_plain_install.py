@@ -36,6 +36,10 @@ RUNS = {
 # Extras that the machine's `check` names for a stored recipe; the others are sound.
 LACKING = {
     "calculator": {"quickstart"},
+    **{
+        name: {"quickstart"}
+        for name in ("code", "distill", "judge", "math", "preferences", "tools")
+    },
     "lora": {"lora", "quickstart"},
     "quickstart": {"quickstart"},
     "quickstart-vllm": {"quickstart", "vllm"},

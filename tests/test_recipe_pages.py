@@ -210,7 +210,11 @@ def test_every_source_of_prompts_has_an_example() -> None:
 # ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", [KEYS, KEYS.with_name("stages.md")], ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [KEYS, *(KEYS.with_name(f"{name}.md") for name in ("stages", "algorithms"))],
+    ids=lambda file: file.stem,
+)
 def test_the_reference_is_what_the_model_says(file: Path) -> None:
     assert file.read_text(encoding="utf-8") == rewrite(file), (
         f"run: python -m orchestration.recipe.loading.keys docs/{file.name}"

@@ -21,7 +21,15 @@ from rich.text import Text
 
 from api.cli.common.options import JsonOption, PlainOption, SetOption
 from api.cli.common.output import print_json, refuse, table
-from api.cli.common.recipe_files import RecipeArgument, description, find, load, stored
+from api.cli.common.recipe_files import (
+    RecipeArgument,
+    complete_recipe,
+    copy_recipe,
+    description,
+    find,
+    load,
+    stored,
+)
 from api.cli.folder.foreign import run_folder
 from api.cli.local_run import create_and_show, fork_server, original_folder
 from api.terminal.numbers import duration
@@ -460,6 +468,15 @@ def recipes(
     keys: Annotated[
         bool, typer.Option("--keys", help="Print the reference of a recipe's keys instead.")
     ] = False,
+    copy: Annotated[
+        str,
+        typer.Option(
+            "--copy",
+            metavar="NAME",
+            help="Copy a recipe, and the prompts that come with it, into the working folder.",
+            autocompletion=complete_recipe,
+        ),
+    ] = "",
     section: Annotated[
         str,
         typer.Argument(
@@ -468,7 +485,7 @@ def recipes(
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """List the recipes that can be run by name, or with --keys the keys of a recipe."""
+    """List the recipes that can be run by name, with --keys the keys of a recipe; or copy one."""
     if section and not keys:
         refuse(
             f"recipes: {section!r} is given without --keys; write `asyncdock recipes --keys "
@@ -476,6 +493,9 @@ def recipes(
         )
     if keys:
         return _print_keys(section, as_json=as_json)
+    if copy:
+        paths = [str(path) for path in copy_recipe(copy, Path())]
+        return print_json(paths) if as_json else safe_console().print("\n".join(paths))
     entries = [(name, description(path), path) for name, path in stored().items()]
     if as_json:
         return print_json(

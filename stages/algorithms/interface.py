@@ -67,6 +67,7 @@ class Algorithm(BaseModel, ABC):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: ClassVar[str] = ""  # in recipes, of an algorithm of the product
+    use_for: ClassVar[str] = ""  # when to take it, for docs/algorithms.md
     citation: ClassVar[str] = ""  # of its paper, in BibTeX, for model cards
 
     epochs: int = Field(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -87,6 +88,34 @@ def find(name: str) -> Path:
         else (f"use a path, or one of: {', '.join(recipes) or '(none found)'}")
     )
     refuse(f"recipe: {name!r} is neither a file nor a known name; {hint}")
+
+
+def copy_recipe(name: str, folder: Path) -> list[Path]:
+    """Copy the recipe ``name`` and the files of prompts that lie below its own folder to ``folder``.
+
+    Return the files written. Ends the command where one of them exists, or cannot be written.
+    """
+    from orchestration.bounds import read_toml
+
+    recipe = find(name)
+    prompts = read_toml(recipe.read_text(encoding="utf-8")).get("prompts", {})
+    named = [table.get("path") for table in (prompts, *prompts.get("sources", ()))]
+    rows = [recipe.parent / path for path in named if path]
+    sources = [recipe, *(path for path in rows if path.is_file())]
+    copies = {
+        folder / path.relative_to(recipe.parent): path
+        for path in sources
+        if path.resolve().is_relative_to(recipe.parent.resolve())
+    }
+    if existing := [str(path) for path in copies if path.exists()]:
+        refuse(f"recipes: --copy {name}: {existing[0]} exists; move it, or copy in another folder")
+    try:
+        for target, source in copies.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    except OSError as error:
+        refuse(f"recipes: --copy {name}: {error}; copy in a folder that you may write to")
+    return [*copies]
 
 
 def load(

@@ -23,6 +23,10 @@ class DAPO(GRPO):
     """
 
     name: ClassVar[str] = "dapo"
+    use_for: ClassVar[str] = (
+        "Long reasoning with rewards of 0 and 1: entropy falls, and many groups are solved or "
+        "hopeless."
+    )
     citation: ClassVar[str] = """
     @misc{yu2025dapo,
       title = {{DAPO}: An Open-Source {LLM} Reinforcement Learning System at Scale},

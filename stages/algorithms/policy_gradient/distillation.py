@@ -29,6 +29,7 @@ class Distillation(PolicyGradient):
     """
 
     name: ClassVar[str] = "distillation"
+    use_for: ClassVar[str] = "A larger teacher with the same tokenizer; no rewards are needed."
     citation: ClassVar[str] = """
     @misc{agarwal2023gkd,
       title = {On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes},

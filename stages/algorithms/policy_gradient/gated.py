@@ -35,6 +35,7 @@ class GSPO(GRPO):
     """
 
     name: ClassVar[str] = "gspo"
+    use_for: ClassVar[str] = "Models with experts, whose ratios of single tokens are noisy."
     citation: ClassVar[str] = """
     @misc{zheng2025group,
       title = {Group Sequence Policy Optimization},
@@ -53,6 +54,7 @@ class CISPO(GRPO):
     here each token stays in it. ``clip_low`` and ``max_ratio`` have no effect."""
 
     name: ClassVar[str] = "cispo"
+    use_for: ClassVar[str] = "Rare tokens on which a response turns have to keep their gradient."
     citation: ClassVar[str] = """
     @misc{minimax2025m1,
       title = {{MiniMax-M1}: Scaling Test-Time Compute Efficiently with Lightning Attention},
@@ -77,6 +79,9 @@ class AIPO(CISPO):
     staleness."""
 
     name: ClassVar[str] = "aipo"
+    use_for: ClassVar[str] = (
+        "Samples that are several versions old, with one truncated weight as the whole correction."
+    )
     citation: ClassVar[str] = """
     @misc{wu2025llamarl,
       title = {{LlamaRL}: A Distributed Asynchronous Reinforcement Learning Framework
@@ -98,6 +103,7 @@ class SAPO(GRPO):
     """
 
     name: ClassVar[str] = "sapo"
+    use_for: ClassVar[str] = "As `grpo`, where the clip stops tokens too abruptly."
     citation: ClassVar[str] = """
     @misc{gao2025soft,
       title = {Soft Adaptive Policy Optimization},

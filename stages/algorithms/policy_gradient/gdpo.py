@@ -24,6 +24,9 @@ class GDPO(GRPO):
     apart from those that differ in all."""
 
     name: ClassVar[str] = "gdpo"
+    use_for: ClassVar[str] = (
+        "Several reward functions of different scales, each of which has to count."
+    )
     citation: ClassVar[str] = """
     @misc{liu2026gdpo,
       title = {{GDPO}: Group reward-Decoupled Normalization Policy Optimization

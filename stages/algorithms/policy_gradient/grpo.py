@@ -30,6 +30,10 @@ class GRPO(GroupCompared):
     """Clipped policy gradient with group-normalised advantages, corrected for staleness."""
 
     name: ClassVar[str] = "grpo"
+    use_for: ClassVar[str] = (
+        "The first choice: rewards can be computed, and eight or more responses to a prompt "
+        "can be paid for."
+    )
     citation: ClassVar[str] = """
     @misc{shao2024deepseekmath,
       title = {{DeepSeekMath}: Pushing the Limits of Mathematical Reasoning
@@ -82,6 +86,10 @@ class DrGRPO(GRPO):
     responses."""
 
     name: ClassVar[str] = "dr_grpo"
+    use_for: ClassVar[str] = (
+        "As `grpo`, where wrong responses grow longer, or prompts that are nearly solved "
+        "count too much."
+    )
     citation: ClassVar[str] = """
     @misc{liu2025understanding,
       title = {Understanding {R1-Zero}-Like Training: A Critical Perspective},
@@ -99,6 +107,10 @@ class RLOO(GroupCompared):
     is one action."""
 
     name: ClassVar[str] = "rloo"
+    use_for: ClassVar[str] = (
+        "Short responses and little staleness: a response is one action, without a scale by "
+        "the deviation."
+    )
     citation: ClassVar[str] = """
     @misc{ahmadian2024back,
       title = {Back to Basics: Revisiting {REINFORCE} Style Optimization

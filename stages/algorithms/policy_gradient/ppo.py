@@ -159,6 +159,9 @@ class PPO(PolicyGradient, ValueLearner):
     """
 
     name: ClassVar[str] = "ppo"
+    use_for: ClassVar[str] = (
+        "Long trajectories, one response to a prompt: a critic says which tokens were good."
+    )
     citation: ClassVar[str] = """
     @misc{schulman2017proximal,
       title = {Proximal Policy Optimization Algorithms},
@@ -266,6 +269,7 @@ class PFPPO(PPO):
     """
 
     name: ClassVar[str] = "pf_ppo"
+    use_for: ClassVar[str] = "A learned reward model whose grades in the middle are unreliable."
     citation: ClassVar[str] = """
     @misc{shen2024policy,
       title = {Policy Filtration in {RLHF} to Fine-Tune {LLM} for Code Generation},

@@ -25,6 +25,7 @@ class ReinforcePlusPlus(PolicyGradient, KLCredit):
     """
 
     name: ClassVar[str] = "reinforce_pp"
+    use_for: ClassVar[str] = "Many prompts with one response each, in place of groups."
     citation: ClassVar[str] = """
     @misc{hu2025reinforce,
       title = {{REINFORCE++}: A Simple and Efficient Approach for Aligning Large Language Models},

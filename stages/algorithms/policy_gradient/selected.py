@@ -71,6 +71,7 @@ class M2PO(Selecting):
     """
 
     name: ClassVar[str] = "m2po"
+    use_for: ClassVar[str] = "Samples that are very many versions old."
     citation: ClassVar[str] = """
     @misc{zheng2025prosperity,
       title = {Prosperity before Collapse: How Far Can Off-Policy {RL} Reach with Stale Data
@@ -102,6 +103,7 @@ class ClipCov(Selecting):
     it fall, and a few of them are not learned from."""
 
     name: ClassVar[str] = "clip_cov"
+    use_for: ClassVar[str] = "Entropy falls soon, and exploration ends."
     citation: ClassVar[str] = """
     @misc{cui2025entropy,
       title = {The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models},
@@ -145,6 +147,7 @@ class KLCov(Selecting):
     """As :class:`ClipCov`, with a penalty in place of no gradient; nothing is clipped."""
 
     name: ClassVar[str] = "kl_cov"
+    use_for: ClassVar[str] = "As `clip_cov`, with a penalty in place of leaving those tokens out."
     citation: ClassVar[str] = ClipCov.citation
 
     cov_share: float = Field(

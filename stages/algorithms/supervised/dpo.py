@@ -26,6 +26,7 @@ class DPO(Algorithm):
     """
 
     name: ClassVar[str] = "dpo"
+    use_for: ClassVar[str] = "Pairs of a preferred and a rejected response."
     citation: ClassVar[str] = """
     @misc{rafailov2023direct,
       title = {Direct Preference Optimization: Your Language Model is Secretly a Reward Model},

@@ -29,6 +29,7 @@ class KTO(Algorithm):
     """
 
     name: ClassVar[str] = "kto"
+    use_for: ClassVar[str] = "Single responses that are good or bad, without pairs."
     citation: ClassVar[str] = """
     @misc{ethayarajh2024kto,
       title = {{KTO}: Model Alignment as Prospect Theoretic Optimization},

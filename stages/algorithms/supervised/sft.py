@@ -22,6 +22,7 @@ class SFT(Algorithm):
     """
 
     name: ClassVar[str] = "sft"
+    use_for: ClassVar[str] = "Good responses are given: before RL, to teach a form."
     credit_makes: ClassVar[Columns] = {}
     loss_reads: ClassVar[Columns] = {}
 
@@ -37,6 +38,9 @@ class BestOfN(SFT):
     """
 
     name: ClassVar[str] = "best_of_n"
+    use_for: ClassVar[str] = (
+        "A simple start with rewards: the policy learns to say its own best responses."
+    )
     citation: ClassVar[str] = """
     @misc{dong2023raft,
       title = {{RAFT}: Reward {rAnked} {FineTuning} for Generative Foundation Model Alignment},

@@ -48,6 +48,9 @@ class SimPO(ReferenceFree):
     ``margin`` (Eq. 6)."""
 
     name: ClassVar[str] = "simpo"
+    use_for: ClassVar[str] = (
+        "Pairs, where there is no memory for a reference, or long responses win by their length."
+    )
     citation: ClassVar[str] = """
     @misc{meng2024simpo,
       title = {{SimPO}: Simple Preference Optimization with a Reference-Free Reward},
@@ -72,6 +75,7 @@ class ORPO(ReferenceFree):
     one (Eq. 6); ``beta`` weighs the penalty (the paper's λ)."""
 
     name: ClassVar[str] = "orpo"
+    use_for: ClassVar[str] = "Pairs, in one stage with supervised fine-tuning."
     citation: ClassVar[str] = """
     @misc{hong2024orpo,
       title = {{ORPO}: Monolithic Preference Optimization without Reference Model},
