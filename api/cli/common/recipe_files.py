@@ -4,6 +4,7 @@ stored recipe."""
 from __future__ import annotations
 
 import difflib
+import filecmp
 import glob
 import os
 import shutil
@@ -93,7 +94,7 @@ def find(name: str) -> Path:
 def copy_recipe(name: str, folder: Path) -> list[Path]:
     """Copy the recipe ``name`` and the files of prompts that lie below its own folder to ``folder``.
 
-    Return the files written. Ends the command where one of them exists, or cannot be written.
+    Return the copies. Ends the command where another file has the name of one, or one cannot be written.
     """
     from orchestration.bounds import read_toml
 
@@ -107,7 +108,12 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
         for path in sources
         if path.resolve().is_relative_to(recipe.parent.resolve())
     }
-    if existing := [str(path) for path in copies if path.exists()]:
+    existing = [
+        str(path)
+        for path, source in copies.items()
+        if path.exists() and not filecmp.cmp(path, source, shallow=False)
+    ]
+    if existing:
         refuse(f"recipes: --copy {name}: {existing[0]} exists; move it, or copy in another folder")
     try:
         for target, source in copies.items():

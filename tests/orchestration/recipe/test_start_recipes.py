@@ -91,12 +91,15 @@ def test_a_copy_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     mine = tmp_path / "data" / "math.jsonl"
     mine.write_text("mine")
     code, output = recipes(tmp_path, "--copy", "math", monkeypatch=monkeypatch)
-    assert code == 1
+    assert code == 2
     assert "data/math.jsonl exists; move it" in output
     assert mine.read_text() == "mine"
     assert not (tmp_path / "math.toml").exists()
     code, output = recipes(tmp_path, "--copy", "mathh", monkeypatch=monkeypatch)
-    assert (code, "did you mean 'math'?" in output) == (1, True)
+    assert (code, "did you mean 'math'?" in output) == (2, True)
+    mine.unlink()
+    for name in ("math", "distill", "math"):  # two that share their data
+        assert recipes(tmp_path, "--copy", name, monkeypatch=monkeypatch)[0] == 0
     code, output = recipes(tmp_path, "--copy", "tiny", "--json", monkeypatch=monkeypatch)
     assert json.loads(output) == ["tiny.toml"], "a recipe without data"
 

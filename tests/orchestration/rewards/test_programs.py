@@ -14,7 +14,7 @@ from stages.rewards.registry import RewardError
 from tests.orchestration.runs import MOCK, recipe
 
 TESTS = ["assert right() == 1", "assert right() > 0"]
-FUNCTIONS = [{"name": "python_tests", "options": {"seconds": 30.0}}]
+FUNCTIONS = [{"name": "python_tests", "options": {"seconds": 30.0, "tests": TESTS}}]
 
 
 async def shares(programs: list[str], folder: Path) -> list[float]:
@@ -24,7 +24,7 @@ async def shares(programs: list[str], folder: Path) -> list[float]:
     try:
         await rewards.open()
         rows = len(programs)
-        fields = [{"tests": TESTS}] * rows
+        fields = [{}] * rows
         scores = await rewards.score(["q"] * rows, programs, [[1]] * rows, fields)
     finally:
         await rewards.close()

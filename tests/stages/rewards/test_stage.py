@@ -364,9 +364,9 @@ async def test_an_option_is_a_column_where_a_row_has_none_of_its_own() -> None:
     )
     scores = await rewards.score(["q"] * 4, texts, [[1]] * 4, fields)
     assert scores.scores[:, 0].tolist() == [0.5, 0.0, 0.5, 0.5]
-    assert scores.scores[:, 1].tolist() == [2.0] * 4
+    assert scores.scores[:, 1].tolist() == [4.0] * 4
 
 
 def names(completions: list[str], **columns: Any) -> list[float]:
-    """How many columns there are."""
+    """How many arguments there are beside the completions: prompts, token ids, and two columns."""
     return [float(len(columns)) for _ in completions]
