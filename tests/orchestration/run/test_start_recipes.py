@@ -58,7 +58,7 @@ def run_copy(name: str, folder: Path, *changes: str) -> list[dict[str, Any]]:
     asyncdock(folder, "run", f"{name}.toml", "--plain", f"--out={folder / 'run'}", *sets)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    steps = [event for event in events if event["kind"] == "step"]
+    steps = [event["data"] for event in events if event["kind"] == "step"]
     assert len(steps) == json.loads((folder / "run" / "recipe.json").read_text())["train"]["steps"]
     return steps
 
@@ -81,7 +81,7 @@ def test_code(tmp_path: Path) -> None:
     steps = run_copy("code", tmp_path, *SMALL, "rollout.max_tokens=64")
     scored = sum(step["rewards"]["python_tests"]["calls"] for step in steps)
     assert scored >= 2
-    assert all(step["reward_failed"] == 0 for step in steps)
+    assert not any(step.get("reward_failed") for step in steps)
 
 
 def test_distill_from_a_checkpoint_of_another_run(tmp_path: Path) -> None:
@@ -165,5 +165,5 @@ def test_judge_that_is_a_reward_model(tmp_path: Path) -> None:
     steps = run_copy(
         "judge", tmp_path, *SMALL, f"reward.functions={functions}", "reward.processes=1"
     )
-    assert all(step["reward_failed"] == 0 for step in steps)
+    assert not any(step.get("reward_failed") for step in steps)
     assert any(step["reward_std"] > 0 for step in steps)
