@@ -19,13 +19,14 @@ from stages.model.load import load_model
 class TinyTeacher:
     """``way``: which of the two ways it gives logprobs of a prompt by, or "none". ``busy``:
     requests that are answered with 503 first. ``shift``: by how much its tokens differ from those
-    of the tiny model. ``key``: that it wants."""
+    of the tiny model. ``key``: that it wants. ``most``: tokens of a place that it gives."""
 
     source: str = "tiny"
     way: str = "prompt_logprobs"
     busy: int = 0
     shift: int = 0
     key: str = ""
+    most: int = 20
     delay: float = 0.0
     url: str = ""
     asked: list[int] = field(default_factory=list)  # prompts of each request that was answered
@@ -40,6 +41,13 @@ class TinyTeacher:
         """Of each token but the first."""
         logprobs = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         return [float(row[token]) for row, token in zip(logprobs, ids[1:], strict=True)]
+
+    @torch.no_grad()
+    def top(self, ids: list[int], k: int) -> list[list[tuple[float, int]]]:
+        """At each place but the first the ``k`` most probable tokens, after their logprobs."""
+        values, tokens = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).topk(k)
+        pairs = zip(values.tolist(), tokens.tolist(), strict=True)
+        return [list(zip(*of_place, strict=True)) for of_place in pairs]
 
     async def _refuses(self, request: web.Request) -> web.Response | None:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -80,6 +88,9 @@ class TinyTeacher:
                 None,
                 *({str(t): {"logprob": v, "decoded_token": s}} for t, v, s in entries),
             ]
+            tops = self.top(ids, min(self.most, body["prompt_logprobs"]))
+            for entry, top in zip(choice["prompt_logprobs"][1:], tops, strict=True):
+                entry |= {str(token): {"logprob": value} for value, token in top}
         if self.way == "echo" and body.get("echo"):
             texts = [self.tokenizer.decode([token + self.shift]) for token in ids]
             choice["logprobs"] = {"token_logprobs": [None, *values], "tokens": texts}

@@ -6,6 +6,7 @@ read of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +19,34 @@ from stages.flow.catalogue import (
     ENDING,
     MASK,
     PROMPT,
+    REFERENCE,
     RESPONSE,
     ROUTED,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    TEACHER_PROMPT,
     TRAJECTORY,
     Truncated,
     catalogue,
     expert_type,
+    frozen_columns,
 )
-from stages.flow.declarations import BASE, Columns, Declared, StageDeclaration, itemsize
+from stages.flow.declarations import (
+    BASE,
+    Columns,
+    Declared,
+    StageDeclaration,
+    itemsize,
+    token_shape,
+)
 from stages.flow.resolver import Flow, resolve
 from stages.flow.user_stage import UserStage, declaration_of, stage_class
 from stages.rewards.registry import RewardFunctions, parameters_of
 
 TEXT_BYTES = 8  # of a text column, for each token of the longest response
+# tokens that the arena must have room for where the recipe sets no prompts.max_prompt_tokens
+LONGEST_PROMPT = 2048
+TEACHER_TEMPLATE = 256  # tokens of a teacher's prompt beside the student's and a response
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
@@ -59,6 +75,8 @@ def flow_of(recipe: Recipe) -> Flow:
         else "",
         in_training=[name for name, by in algorithm.scores.items() if by == BASE],
         environment=recipe.has_environment,
+        reference=frozen_columns(algorithm, declared),
+        teacher_reads=algorithm.teacher_reads,
     )
     drops: dict[str, str] = {}  # columns by which groups are dropped
     if recipe.prompts.sampling == "difficulty":
@@ -81,24 +99,25 @@ def algorithm_of(recipe: Recipe) -> NamedAlgorithm:
     """The recipe's algorithm under its staleness bound.
 
     Where adapters are trained and the reference is the model that the run begins with, the trainer
-    has it, its model without them: it computes ``ref_logprobs``, unless another stage reads or
-    makes them. Raises ValueError for a name or an option that is not known.
+    has it, its model without them: it computes the columns of the reference, unless another stage
+    reads or makes one of them. Raises ValueError for a name or an option that is not known.
     """
     of = recipe.algorithm
     algorithm = recipe.typed_algorithm.under(recipe.pipeline.staleness)[0]
     scores = algorithm.scores
-    name = "ref_logprobs"
+    names = {*REFERENCE, TEACHER_IDS, TEACHER_LOGPROBS} & scores.keys()
+    names = {name for name in names if scores[name] == "frozen model"}
     from_here = (
         recipe.model.reference is None and not recipe.teacher.url and recipe.runs_stage("reference")
     )
-    if recipe.adapters and from_here and name in scores:
+    if recipe.adapters and from_here and names:
         stages = declarations_of(recipe)
         made = {column for declared in stages for column in declared.makes}
         read = {column for declared in stages for column in declared.needs} | {
             *algorithm.credit_reads
         }
-        if name not in made | read:
-            scores = {**scores, name: BASE}
+        if not names & (made | read):
+            scores = {**scores, **dict.fromkeys(names, BASE)}
     return NamedAlgorithm(of.name, algorithm, scores)
 
 
@@ -171,15 +190,22 @@ def column_bytes(recipe: Recipe) -> int:
     others = [
         kind
         for name, kind in columns.items()
-        if name not in (*PROMPT, *RESPONSE, ROUTED, BRANCHES, "ref_logprobs")
+        if name not in (*PROMPT, *RESPONSE, *REFERENCE, ROUTED, BRANCHES, TEACHER_PROMPT)
     ]
     tokens = recipe.longest_response
     sizes = [
-        TEXT_BYTES if kind == "text" else itemsize(kind)
+        TEXT_BYTES if kind == "text" else itemsize(kind) * math.prod(token_shape(kind))
         for kind in others
         if kind == "text" or " ragged" in kind
     ]
-    return sum(sizes) * tokens
+    of_teacher = 8 * longest_teacher_prompt(recipe) if TEACHER_PROMPT in columns else 0
+    return sum(sizes) * tokens + of_teacher
+
+
+def longest_teacher_prompt(recipe: Recipe) -> int:
+    """Tokens of the longest prompt of a teacher that sees more than the policy."""
+    prompt = recipe.prompts.max_prompt_tokens or LONGEST_PROMPT
+    return prompt + recipe.longest_response + TEACHER_TEMPLATE
 
 
 def needs_reference(recipe: Recipe) -> bool:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import structlog
 
 from orchestration.guard.rules import DROPPED
-from orchestration.recipe.flow import credit_truncated, flow_of
-from orchestration.recipe.sizes.planner import prompt_limits
+from orchestration.recipe.flow import credit_truncated, flow_of, longest_teacher_prompt
+from orchestration.recipe.sizes.planner import context_of, prompt_limits
 from orchestration.rewards.functions import scored_by
 from orchestration.state.documents import EXTERNAL_TERMS
 from orchestration.workers.job import Job, Work
 from pipeline.documents.flow import VERSION
 from pipeline.schedule.pacing import Pacer
-from stages.flow.catalogue import CREDIT
+from stages.flow.catalogue import CREDIT, TEACHER_STAGE
 from stages.flow.drop_alarm import DropAlarm
 from stages.prompts.gate import Gate
 from stages.prompts.sources import PromptSource, load_prompts
@@ -25,6 +25,8 @@ from stages.prompts.too_long import TOO_LONG_FILE
 from stages.training.advantage import Advantage
 
 if TYPE_CHECKING:
+    from pipeline.worker.controller import Stage
+    from stages.flow.declarations import StageDeclaration
     from stages.prompts.external import ExternalPrompts
     from stages.prompts.formatter import OpensConversation
 
@@ -96,6 +98,8 @@ class FlowJob(Job):
             )
         if recipe.runs_stage("reward") and "reward" in flow:
             self.control(await self.reward_stage())
+        if TEACHER_STAGE in flow:
+            self.control(self._teacher_prompts(flow[TEACHER_STAGE]))
         if CREDIT in flow:
             rewards = tuple(scored_by(recipe)) if "scores" in flow[CREDIT].needs else ()
             rated = self.index if by_difficulty else None
@@ -111,6 +115,18 @@ class FlowJob(Job):
                     refill,
                 )
             )
+
+    def _teacher_prompts(self, declared: StageDeclaration) -> Stage:
+        from stages.prompts.formatter import PromptFormatter
+        from stages.prompts.rows.options import PromptLimits
+        from stages.prompts.teacher_prompts import TeacherPrompts
+
+        recipe = self.recipe
+        longest = longest_teacher_prompt(recipe)
+        if (context := context_of(recipe)) is not None:
+            longest = min(longest, context - recipe.longest_response)
+        formatter = PromptFormatter(recipe.prompts, self.tokenizer, PromptLimits())
+        return TeacherPrompts(self.algorithm(), declared, formatter, self.tokenizer, longest)
 
     async def _dialogues(self) -> OpensConversation | None:
         """Return what renders conversations that an environment goes on with; None: none does."""

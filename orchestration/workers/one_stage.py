@@ -12,6 +12,7 @@ from orchestration.recipe.sections import StageSection
 from orchestration.workers.engines import reference_engine
 from orchestration.workers.job import Job
 from stages.flow.adapter import StageAdapter
+from stages.flow.catalogue import teacher_tokens
 from stages.flow.declarations import StageDeclaration
 from stages.flow.stage_calls import StageCaller, StageCalls
 from stages.inference.scores import Reference
@@ -32,8 +33,10 @@ class ReferenceJob(Job):
 
     async def build(self) -> None:
         recipe = self.recipe
+        declared = flow_of(recipe)["reference"]
         if recipe.teacher.url:
-            server = TeacherServer(teacher_options(recipe), self.tokenizer)
+            top_k = teacher_tokens(declared)
+            server = TeacherServer(teacher_options(recipe), self.tokenizer, top_k)
             self.resources.push_async_callback(server.close)
             await server.open()
             size = recipe.algorithm.group_size
@@ -42,13 +45,13 @@ class ReferenceJob(Job):
                     server,
                     in_flight=recipe.teacher.in_flight,
                     group_size=size,
-                    schema=self.dock.schema,
+                    declared=declared,
                 )
             )
             return
         engine = await asyncio.to_thread(reference_engine, recipe)
         self.resources.callback(engine.close)
-        self.control(Reference(engine, self.dock.schema))
+        self.control(Reference(engine, declared))
 
 
 class StageJob(Job):

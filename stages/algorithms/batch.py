@@ -10,6 +10,7 @@ micro-batch takes of a column is gathered by one index of its tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -24,11 +25,13 @@ from stages.flow.catalogue import (
     MASK,
     OBSERVED,
     OPTIONAL,
+    ROUTED,
     ROW_MASK,
+    TEACHER_PROMPT,
     WEIGHT,
-    made_in_training,
+    trained_reads,
 )
-from stages.flow.declarations import AlgorithmDeclaration
+from stages.flow.declarations import AlgorithmDeclaration, token_shape
 
 if TYPE_CHECKING:
     from pipeline.data.columns import Schema
@@ -37,12 +40,9 @@ if TYPE_CHECKING:
 def trained_columns(algorithm: AlgorithmDeclaration, schema: Schema) -> tuple[str, ...]:
     """Return the columns of samples that :class:`TrainBatch` is made from: what the loss reads of
     them, what every train engine reads, and the optional ones where a stage makes them."""
-    trainer_columns = made_in_training(algorithm)
-    read = [name for name in algorithm.loss_reads if name not in trainer_columns]
+    optional = [name for name in OPTIONAL if name in schema]
     return tuple(
-        dict.fromkeys(
-            ["prompt_ids", "response_ids", *read, *(name for name in OPTIONAL if name in schema)]
-        )
+        dict.fromkeys(["prompt_ids", "response_ids", *trained_reads(algorithm), *optional])
     )
 
 
@@ -55,14 +55,14 @@ class TrainedAlgorithm(AlgorithmDeclaration, Protocol):
 class TrainBatch:
     """The columns that the loss reads of B rows: the share of one rank.
 
-    ``batch[name]`` is [B, …] for a column with one value in each row, and [T, …] for a ragged one,
-    row after row. ``row`` int64 [T] is the row of each token, ``sequence`` int64 [T] its sequence,
-    counted over the batch: a row is one, or each of its branches, without the tokens that it shares.
-    ``is_trained`` bool [T]: whether it is trained on; ``trained`` int64 [B] counts the tokens of
-    each row that are.
+    ``batch[name]`` is [B, …] for a column with one value in each row, and [T] for a ragged one, or
+    [T, k] for one of k values for each token, row after row. ``row`` int64 [T] is the row of each
+    token, ``sequence`` int64 [T] its sequence, counted over the batch: a row is one, or each of its
+    branches, without the tokens that it shares. ``is_trained`` bool [T]: whether it is trained on;
+    ``trained`` int64 [B] counts the tokens of each row that are.
 
     ``total`` adds a tensor up over all ranks, for statistics of the whole train batch.
-    ``computed``: ragged columns [T] that the model in training has made.
+    ``computed``: ragged columns [T, …] that the model in training has made.
     """
 
     def __init__(
@@ -86,7 +86,9 @@ class TrainBatch:
             if name not in self._tokens and name in batch and not batch[name].is_nested:
                 self._rows[name] = batch[name].cpu()
             elif name not in self._tokens:
-                self._tokens[name] = ragged(batch, name, self.lengths).values
+                shape = token_shape(algorithm.loss_reads[name])
+                packed = ragged(batch, name, self.lengths, math.prod(shape))
+                self._tokens[name] = packed.values.view(-1, *shape)
         self.weight = batch[WEIGHT].cpu() if WEIGHT in batch else None
         self.age = ragged(batch, AGE, self.lengths).values if AGE in batch else None
         self.is_trained = torch.ones(len(self.row), dtype=torch.bool)
@@ -173,7 +175,8 @@ class TrainBatch:
         them.
 
         ``logprobs``, ``entropy`` and ``values`` are those of all their response tokens, on the
-        device to compute on.
+        device to compute on. ``logprobs`` [T, 1 + k]: those of the k candidates of each token
+        follow its own.
         """
         at = torch.tensor(numbers)
         device = logprobs.device
@@ -188,6 +191,10 @@ class TrainBatch:
             logprobs = logprobs[there]
             entropy = None if entropy is None else entropy[there]
             values = None if values is None else values[there]
+        candidates = None
+        if logprobs.dim() == 2:
+            candidates = logprobs[:, 1:]
+            logprobs = logprobs[:, 0]
         single = {name: column[at] for name, column in self._rows.items()}
         columns = {name: column.index_select(0, index) for name, column in self._tokens.items()}
         columns |= {name: column[row] for name, column in single.items()}
@@ -203,6 +210,7 @@ class TrainBatch:
             group=torch.tensor(groups).to(device),
             entropy=entropy,
             values=values,
+            candidates=candidates,
             age=None if self.age is None else self.age[index].to(device),
             weight=None if self.weight is None else self.weight[at][row].to(device),
             sequence=self.sequence[index].unique(return_inverse=True)[1].to(device)
@@ -221,22 +229,45 @@ def _sequences(responses: Packed, branches: Packed) -> torch.Tensor:
     return starts.cumsum(0) - 1
 
 
-def ragged(batch: TensorDictBase, name: str, lengths: torch.Tensor | None = None) -> Packed:
+def ragged(
+    batch: TensorDictBase, name: str, lengths: torch.Tensor | None = None, per_token: int = 1
+) -> Packed:
     """Return the ragged column ``name`` on the CPU: of a batch there, on the same memory.
 
-    Raises ValueError where a row is not as long as ``lengths`` says.
+    Raises ValueError where a row does not have ``per_token`` values for each of the ``lengths``
+    tokens.
     """
     if name not in batch:
         raise ValueError(f"batch: column {name} is missing; it has {sorted(batch.keys())}")
     packed = Packed.of(batch[name])
     packed = Packed(packed.values.cpu(), packed.offsets)
-    if lengths is not None and len(wrong := (packed.lengths() != lengths).nonzero()):
+    if lengths is None:
+        return packed
+    if len(wrong := (packed.lengths() != lengths * per_token).nonzero()):
         row = int(wrong[0, 0])
+        each = f", which take {per_token} each" if per_token > 1 else ""
         raise ValueError(
             f"{name}: row {row} has {int(packed.lengths()[row])} values for a response of "
-            f"{int(lengths[row])} tokens"
+            f"{int(lengths[row])} tokens{each}"
         )
     return packed
+
+
+def seen_by_teacher(batch: TensorDictBase) -> TensorDictBase:
+    """Return ``batch`` with the column ``teacher_prompt_ids``, where it has one, in the place of
+    ``prompt_ids``. Rows of a group whose prompts differ there are groups of their own."""
+    if TEACHER_PROMPT not in batch:
+        return batch
+    prompts = ragged(batch, TEACHER_PROMPT).lists()
+    numbers: dict[tuple[int, ...], int] = {}
+    groups = [
+        numbers.setdefault((group, *prompt), len(numbers))
+        for group, prompt in zip(batch["group"].tolist(), prompts, strict=True)
+    ]
+    seen = batch.exclude(TEACHER_PROMPT, ROUTED)  # routers chose for another prompt
+    seen["prompt_ids"] = batch[TEACHER_PROMPT]
+    seen["group"] = torch.tensor(groups)
+    return seen
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

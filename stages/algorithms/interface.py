@@ -10,7 +10,7 @@ reward … ─▶ credit(one group) ─▶ columns ─┴▶ prepare(one train b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # a recipe's algorithm and its options are checked without to
     import torch
 
     from stages.algorithms.batch import TrainBatch
+    from stages.flow.user_stage import StageRows
 
 # In the `json_schema_extra` of an option: the recipe's key whose value it has where it is not set.
 FOLLOWS = "x-follows"
@@ -132,6 +133,17 @@ class Algorithm(BaseModel, ABC):
         """
         return {"rollout_logprobs": "float32 ragged", "advantage": "float32"}
 
+    @property
+    def teacher_reads(self) -> Columns:
+        """The columns that :meth:`teacher_prompts` is called with; empty: a teacher reads the
+        student's prompt."""
+        return {}
+
+    def teacher_prompts(self, group: StageRows) -> Sequence[Any] | Drop:
+        """Return the prompts that a teacher reads with each response of one group, texts or
+        conversations as ``group.prompts`` has them. Or a :class:`Drop`."""
+        raise NotImplementedError
+
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
         """Return the columns of one group's N rows from those that :attr:`credit_reads` names: [N,
         …] for a column with one value in each row, a list of N tensors for a ragged one. Or a
@@ -152,6 +164,12 @@ class Algorithm(BaseModel, ABC):
     @abstractmethod
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """Return the micro-batch's share of the loss."""
+
+    @property
+    def candidates(self) -> str:
+        """The column of token ids, ``int32 ragged [k]``, whose logprobs under the weights being
+        trained the loss reads as ``tokens.candidates``; "": none."""
+        return ""
 
     @property
     def policy_begins(self) -> int:

@@ -45,6 +45,8 @@ class TokenBatch:
     entropy: torch.Tensor | None = None
     # float32 [T], with gradient, of the value head, where the algorithm has one
     values: torch.Tensor | None = None
+    # float32 [T, k], logprobs of the tokens of the column Algorithm.candidates, with gradient
+    candidates: torch.Tensor | None = None
     # int64 [T], index into AGES of each token, where the update stage gives it
     age: torch.Tensor | None = None
     # int64 [T], which sequence of the micro-batch a token belongs to, where a row has several: its

@@ -522,6 +522,17 @@ class TrainEngine(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class TeacherEngine(TrainEngine, Protocol):
+    """A train engine whose model teaches by more than the sampled token."""
+
+    def top_logprobs(self, batch: TensorDictBase, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return, for each response token, the ``k`` largest logprobs of the distribution that it
+        was drawn from, and their tokens: float32 and int32 jagged [B, T_i · k], one token after the
+        other, no gradient. Groups are computed one by one. Raises ValueError where the model has
+        fewer tokens."""
+
+
 class UndoableEngine(TrainEngine, Protocol):
     """A train engine that learns beside another one: a policy and a critic of its own."""
 

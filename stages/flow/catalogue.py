@@ -4,8 +4,10 @@ recipe names.
 source ▶ prompt_ids given fields          advantage ▶ what the algorithm's credit makes
 rollout ▶ response_ids rollout_logprobs   update: reads what the algorithm's loss reads
           versions truncated
-reward ▶ reward scores                    reference ▶ ref_logprobs          a recipe's [[stages]] ▶ columns of their own
+reward ▶ reward scores                    reference ▶ ref_logprobs, or      a recipe's [[stages]] ▶ columns of their own
+                                                      teacher_ids teacher_logprobs
                                           critic ▶ values
+                                          teacher_prompt ▶ teacher_prompt_ids
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from stages.flow.declarations import IN_TRAINING, AlgorithmDeclaration, Columns, StageDeclaration
+from stages.flow.declarations import (
+    IN_TRAINING,
+    AlgorithmDeclaration,
+    Columns,
+    StageDeclaration,
+    token_shape,
+)
 
 if TYPE_CHECKING:
     from pipeline.data.columns import Schema
@@ -23,6 +31,7 @@ SOURCE = "source"
 CREDIT = "advantage"
 UPDATE = "update"
 CRITIC = "critic"
+TEACHER_STAGE = "teacher_prompt"
 ENVIRONMENT = "environment"
 PROMPT: Columns = {"prompt_ids": "int64 ragged", "given": "text", "fields": "text"}
 RESPONSE: Columns = {
@@ -66,6 +75,13 @@ ENDED: Columns = {"environment_reward": "float32", "ending": "uint8"}
 ENDING = "ending"
 # of that column: its environment has failed, and its group is dropped
 DROPPED_ENDING = 6
+REFERENCE: Columns = {"ref_logprobs": "float32 ragged"}
+# Of each response token: the most probable tokens under the teacher, k of them, and their logprobs.
+TEACHER_IDS = "teacher_ids"
+TEACHER_LOGPROBS = "teacher_logprobs"
+# The prompt as the teacher reads it, where it differs from the student's.
+TEACHER_PROMPT = "teacher_prompt_ids"
+PRIVILEGED: Columns = {TEACHER_PROMPT: "int64 ragged"}
 # the column of responses that prompts bring: their tokens, and which of these are trained, as JSON
 GIVEN = "responses"
 # The update stage adds them to its batch: steps trained since the oldest token of the row was
@@ -92,6 +108,8 @@ def catalogue(
     in_training: Collection[str] = (),
     routed: str = "",
     environment: bool = False,
+    reference: Columns = REFERENCE,
+    teacher_reads: Columns | None = None,
 ) -> list[StageDeclaration]:
     """Return the catalogue of a run with ``rewards`` reward functions, which read the columns
     ``reward_reads`` beside responses. ``source``: columns that its prompts bring. A stage of the
@@ -148,8 +166,9 @@ def catalogue(
                 "prompt_ids": "int64 ragged",
                 "response_ids": "int64 ragged",
                 **({BRANCHES: OPTIONAL[BRANCHES]} if environment else {}),
+                **(PRIVILEGED if teacher_reads and TEACHER_IDS in reference else {}),
             },
-            {"ref_logprobs": "float32 ragged"},
+            reference,
             "frozen model",
         ),
     ]
@@ -161,6 +180,10 @@ def catalogue(
                 makes={"values": "float32 ragged finite"},
                 runs_on="critic",
             )
+        )
+    if teacher_reads:
+        product_stages.append(
+            StageDeclaration(TEACHER_STAGE, "groups", teacher_reads, PRIVILEGED, workers=0)
         )
     remaining = [
         stage for stage in product_stages[1:] if not {*source, *in_training} & {*stage.makes}
@@ -216,13 +239,40 @@ def scored_columns(schema: Schema) -> tuple[str, ...]:
     return "prompt_ids", "response_ids", *([BRANCHES] if BRANCHES in schema else [])
 
 
-def update_stage(algorithm: AlgorithmDeclaration) -> StageDeclaration:
-    """Return the stage that trains: the columns that the loss reads, but for those that are made in
-    training."""
+def frozen_columns(algorithm: AlgorithmDeclaration, stages: Iterable[StageDeclaration]) -> Columns:
+    """Return the columns that the reference stage makes: those that ``algorithm`` wants of a frozen
+    model, and logprobs of the sampled tokens where it wants none of the teacher's, or one of
+    ``stages`` reads them."""
+    wanted = {name for name, by in algorithm.scores.items() if by == "frozen model"}
+    read = {name for stage in stages for name in stage.needs}
+    teacher = {
+        name: kind
+        for name, kind in algorithm.loss_reads.items()
+        if name in wanted and name in (TEACHER_IDS, TEACHER_LOGPROBS)
+    }
+    return {**(REFERENCE if not teacher or (wanted | read) & REFERENCE.keys() else {}), **teacher}
+
+
+def teacher_tokens(declared: StageDeclaration) -> int:
+    """Return how many most probable tokens of each place the stage ``declared`` makes, or 0."""
+    return sum(token_shape(declared.makes.get(TEACHER_IDS, "")))
+
+
+def trained_reads(algorithm: AlgorithmDeclaration) -> Columns:
+    """Return the columns that training reads of samples for ``algorithm``: those of its loss, but
+    for those that are made in training, and what these are made from."""
     trainer_columns = made_in_training(algorithm)
     reads = {
         name: kind for name, kind in algorithm.loss_reads.items() if name not in trainer_columns
     }
+    if algorithm.teacher_reads and TEACHER_IDS in trainer_columns:
+        reads |= PRIVILEGED
+    return reads
+
+
+def update_stage(algorithm: AlgorithmDeclaration) -> StageDeclaration:
+    """Return the stage that trains."""
+    reads = dict(trained_reads(algorithm))
     if TOKEN_STALENESS in algorithm.loss_reads:
         reads[VERSIONS] = RESPONSE[VERSIONS]
     needs = {"prompt_ids": "int64 ragged", "response_ids": "int64 ragged", **reads}

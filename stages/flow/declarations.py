@@ -4,6 +4,8 @@ Importing this needs no torch.
 
 {"reward": "float32", "scores": "float32 [3]", "advantage": "float32 ragged", "given": "text"}
    name      dtype, and how much of it a sample has: one value, a fixed shape, a length of its own, a text
+
+``"float32 ragged [32]"``: 32 values for each token, stored one token after the other.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ DTYPES = [
     "float32",
     "float64",
 ]
-TYPE = re.compile(rf"text|({'|'.join(DTYPES)})( ragged| \[\d+(, ?\d+)*\])?( finite)?")
+TYPE = re.compile(rf"text|({'|'.join(DTYPES)})( ragged( \[\d+\])?| \[\d+(, ?\d+)*\])?( finite)?")
 TYPE_HELP = (
-    "write a dtype, alone or with a shape, as 'float32', 'float32 [3]', 'float32 ragged'; or 'text'"
+    "write a dtype, alone or with a shape, as 'float32', 'float32 [3]', 'float32 ragged', "
+    "'float32 ragged [3]'; or 'text'"
 )
 
 
@@ -97,6 +100,9 @@ class AlgorithmDeclaration(Protocol):
 
     @property
     def credit_makes(self) -> Columns: ...
+
+    @property
+    def teacher_reads(self) -> Columns: ...
 
     @property
     def prepare_makes(self) -> Columns: ...
@@ -157,7 +163,7 @@ def column(name: str, kind: str) -> Column:
     dtype, _, shape = kind.partition(" ")
     sizes = (
         None
-        if shape == "ragged"
+        if shape.startswith("ragged")
         else tuple(int(size) for size in shape.strip("[]").split(",") if size)
     )
     return Column(name, getattr(torch, dtype), sizes, finite)
@@ -167,6 +173,16 @@ def itemsize(kind: str) -> int:
     """Return the number of bytes of one element of a column that is no text."""
     bits = re.match(r"[a-z]+(\d*)", kind)
     return int(bits[1] or 8) // 8 if bits else 1
+
+
+def token_shape(kind: str) -> tuple[int, ...]:
+    """Return the shape of what a ragged column has for each token.
+
+    >>> token_shape("float32 ragged"), token_shape("int32 ragged [32] finite")
+    ((), (32,))
+    """
+    values = re.search(r" ragged \[(\d+)\]", kind)
+    return (int(values[1]),) if values else ()
 
 
 def same_type(wanted: str, made: str) -> bool:

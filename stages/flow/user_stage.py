@@ -44,6 +44,7 @@ RESERVED = (
     "reference",
     "critic",
     "advantage",
+    "teacher_prompt",
     "update",
     "colocated",
     "stage",

@@ -1,42 +1,74 @@
 """Scores of given responses by other models than the policy: logprobs under the frozen reference,
-for algorithms with a KL term, and values of the states before the tokens, under the critic that is
-trained in the run."""
+for algorithms with a KL term, or its most probable tokens, for those that learn from all of them;
+and values of the states before the tokens, under the critic that is trained in the run."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
 
+import torch
 from tensordict import TensorDict
 
-from pipeline.data.columns import Schema
 from pipeline.index.client import Claim
+from pipeline.problems import Problem
 from pipeline.worker.controller import Stage
 from pipeline.worker.outputs import Output, Written
-from stages.engines.protocols import TrainEngine
-from stages.flow.catalogue import CRITIC, scored_columns
+from stages.algorithms.batch import seen_by_teacher
+from stages.engines.protocols import TeacherEngine, TrainEngine
+from stages.engines.registry import EngineUnknown
+from stages.flow.catalogue import (
+    CRITIC,
+    REFERENCE,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    scored_columns,
+    teacher_tokens,
+)
+from stages.flow.declarations import StageDeclaration
 from stages.flow.groups import GROUPS_AT_ONCE
 from stages.training.critic import CriticWorker
 from stages.training.ranks import train_batch
 
 
 class Reference(Stage):
-    """Claims one group at a time, so that bits do not depend on which groups came together."""
+    """Claims one group at a time, so that bits do not depend on which groups came together. Its
+    columns are as the flow has ``declared`` them. Raises EngineUnknown for an engine that cannot
+    make them."""
 
     name = "reference"
 
-    def __init__(self, engine: TrainEngine, schema: Schema) -> None:
+    def __init__(self, engine: TrainEngine, declared: StageDeclaration) -> None:
         self.engine = engine
-        self.fetches = scored_columns(schema)
+        self.makes = declared.makes
+        self.fetches = tuple(declared.needs)
+        self._top_k = teacher_tokens(declared)
+        self._teacher = teacher(engine) if self._top_k else None
 
     def room(self, held: int) -> int:
         return 0 if held else 1
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        logprobs = await asyncio.to_thread(self.engine.logprobs, train_batch(claim, rows))
-        yield Written(
-            range(len(claim)), rows={"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum())
-        )
+        columns = await asyncio.to_thread(self._columns, train_batch(claim, rows))
+        yield Written(range(len(claim)), rows=columns, tokens=int(claim.tokens.sum()))
+
+    def _columns(self, batch: TensorDict) -> dict[str, torch.Tensor]:
+        columns = {}
+        if self._teacher is not None:
+            top = self._teacher.top_logprobs(seen_by_teacher(batch), self._top_k)
+            columns[TEACHER_LOGPROBS], columns[TEACHER_IDS] = top
+        if REFERENCE.keys() <= self.makes.keys():
+            columns["ref_logprobs"] = self.engine.logprobs(batch)
+        return columns
+
+
+def teacher(engine: TrainEngine) -> TeacherEngine:
+    """Return ``engine``, if it can teach. Raises EngineUnknown."""
+    if isinstance(engine, TeacherEngine):
+        return engine
+    reason = "has no top_logprobs, which the algorithm needs of a teacher"
+    fix = "add it (TeacherEngine in stages/engines/protocols.py), or use 'distillation'"
+    raise EngineUnknown(Problem("train.engine", type(engine).__name__, reason, fix))
 
 
 class Values(Stage):

@@ -1,12 +1,12 @@
-"""A teacher behind an OpenAI-compatible server: logprobs of responses, in the place of a reference
-model of the run's own.
+"""A teacher behind an OpenAI-compatible server: logprobs of responses, or its most probable tokens,
+in the place of a reference model of the run's own.
 
     a group ─▶ POST URL/completions, `prompt`: prompts with their responses as token ids ─▶ logprobs of the prompt's tokens
                    └ retried while the server is away or busy                                └▶ ref_logprobs
     at the start: does the server split a text into the tokens of the run's model, and give logprobs of a prompt?
 
-Servers give them in one of two ways: vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``.
-They are those at temperature 1.
+Servers give them in one of two ways: vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``;
+the most probable tokens, by their ids, in the first one alone. They are those at temperature 1.
 """
 
 from __future__ import annotations
@@ -25,13 +25,20 @@ import stamina
 import torch
 from tensordict import TensorDict
 
-from pipeline.data.columns import Schema, plain_values
+from pipeline.data.columns import plain_values
 from pipeline.index.client import Claim
 from pipeline.problems import Fatal, Problem, ProblemError
 from pipeline.worker.controller import Stage
 from pipeline.worker.outputs import Output, Written
 from stages.branches import branches_of
-from stages.flow.catalogue import scored_columns
+from stages.flow.catalogue import (
+    BRANCHES,
+    REFERENCE,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    TEACHER_PROMPT,
+)
+from stages.flow.declarations import StageDeclaration
 from stages.model.load import Tokenizer
 
 SAMPLE = "What is 3 + 4? be=bbbb"  # that both tokenizers must split in the same way
@@ -84,10 +91,11 @@ class TeacherOptions:
 
 class TeacherServer:
     """Client of the server. :meth:`open` before the first call, in the event loop of the others;
-    :meth:`close` after the last."""
+    :meth:`close` after the last. ``top_k``: most probable tokens that are asked for, or 0."""
 
-    def __init__(self, options: TeacherOptions, tokenizer: Tokenizer) -> None:
+    def __init__(self, options: TeacherOptions, tokenizer: Tokenizer, top_k: int = 0) -> None:
         self.options = options
+        self.top_k = top_k
         self._tokenizer = tokenizer
         self._url = options.url.rstrip("/")
         self._model = options.model
@@ -108,10 +116,12 @@ class TeacherServer:
             self._model = str(listed[0].get("id", ""))
         ids = self._tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
         await self._check_tokenizer(ids)
-        for self._way in WAYS:
+        ways = [{**WAYS[0], "prompt_logprobs": self.top_k}] if self.top_k else WAYS
+        for self._way in ways:
             try:
                 [[choice]] = [await self._choices([ids])]
                 logprobs_in(choice, ids)
+                self._top_in(choice, 1)
             except TeacherDenied:
                 raise
             except TeacherRefused as refused:
@@ -133,7 +143,43 @@ class TeacherServer:
 
         Raises TeacherRefused, TeacherUnreachable.
         """
-        asked = []  # the tokens before those of a branch, and these
+        return [
+            torch.cat(
+                [
+                    torch.tensor(logprobs_in(choice, before + own)[len(before) :])
+                    for choice, before, own in parts
+                ]
+            )
+            for parts in await self._parts(rows, branches)
+        ]
+
+    async def top_logprobs(
+        self, rows: Sequence[tuple[list[int], list[int]]], branches: Sequence[Sequence[int]] = ()
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return of each row, as :meth:`logprobs` takes them, the logprobs float32 [T · k] of the
+        most probable tokens at each place of the response, and these tokens, int32 [T · k].
+
+        Raises TeacherRefused, TeacherUnreachable.
+        """
+        logprobs = []
+        tokens = []
+        for parts in await self._parts(rows, branches):
+            tops = [
+                top
+                for choice, before, _ in parts
+                for of_place in self._top_in(choice, len(before))
+                for top in of_place
+            ]
+            logprobs.append(torch.tensor([logprob for logprob, _ in tops]))
+            tokens.append(torch.tensor([token for _, token in tops], dtype=torch.int32))
+        return logprobs, tokens
+
+    async def _parts(
+        self, rows: Sequence[tuple[list[int], list[int]]], branches: Sequence[Sequence[int]]
+    ) -> list[list[tuple[dict[str, Any], list[int], list[int]]]]:
+        """Return for each branch of each row the server's choice, the tokens before those of the
+        branch, and these."""
+        asked = []
         counts = []  # branches of each row
         columns = branches or [()] * len(rows)
         for (prompt, response), column in zip(rows, columns, strict=True):
@@ -144,10 +190,33 @@ class TeacherServer:
                 asked.append((prompt + before, response[branch.begin : branch.end]))
         choices = await self._choices([before + own for before, own in asked])
         parts = (
-            torch.tensor(logprobs_in(choice, before + own)[len(before) :])
-            for choice, (before, own) in zip(choices, asked, strict=True)
+            (choice, before, own) for choice, (before, own) in zip(choices, asked, strict=True)
         )
-        return [torch.cat([*islice(parts, count)]) for count in counts]
+        return [[*islice(parts, count)] for count in counts]
+
+    def _top_in(self, choice: Mapping[str, Any], begin: int) -> list[list[tuple[float, int]]]:
+        """Return the most probable tokens that the tokenizer knows, and their logprobs before them,
+        at each place of a server's ``choice`` from ``begin`` on. Raises TeacherRefused."""
+        if not self.top_k:
+            return []
+        known = len(self._tokenizer)
+        tops = [
+            sorted(
+                (
+                    (float(each["logprob"]), int(token))
+                    for token, each in entry.items()
+                    if int(token) < known
+                ),
+                reverse=True,
+            )[: self.top_k]
+            for entry in choice["prompt_logprobs"][begin:]
+        ]
+        if (fewest := min(map(len, tops))) < self.top_k:
+            fix = "start it with a larger limit (vLLM: --max-logprobs), or set a smaller top_k"
+            raise TeacherRefused(
+                f"{self._url} gives {fewest} tokens of a place, and top_k is {self.top_k}", fix
+            )
+        return tops
 
     async def _choices(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
         body = {"model": self._model, "prompt": prompts, "temperature": 1.0, **self._way}
@@ -288,8 +357,8 @@ def api_key(variable: str) -> str:
 
 
 class TeacherReference(Stage):
-    """The reference stage of a run with a teacher behind a server: one request for each group,
-    ``in_flight`` at a time."""
+    """The reference stage of a run with a teacher behind a server, as the flow has ``declared`` it:
+    one request for each group, ``in_flight`` at a time."""
 
     name = "reference"
 
@@ -299,18 +368,25 @@ class TeacherReference(Stage):
         *,
         in_flight: int,
         group_size: int,
-        schema: Schema,
+        declared: StageDeclaration,
     ) -> None:
         self.server = server
-        self.fetches = scored_columns(schema)
+        self.makes = declared.makes
+        self.fetches = tuple(declared.needs)
         self._most_rows = in_flight * group_size
 
     def room(self, held: int) -> int:
         return int(held < self._most_rows)  # a claim of one group each, which run at the same time
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        prompts, responses, *branches = (plain_values(rows[name]) for name in self.fetches)
-        logprobs = await self.server.logprobs(list(zip(prompts, responses, strict=True)), *branches)
-        yield Written(
-            range(len(claim)), rows={"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum())
-        )
+        values = {name: plain_values(rows[name]) for name in self.fetches}
+        prompts = values.get(TEACHER_PROMPT, values["prompt_ids"])
+        pairs = list(zip(prompts, values["response_ids"], strict=True))
+        branches = values.get(BRANCHES, [])
+        columns: dict[str, Any] = {}
+        if TEACHER_IDS in self.makes:
+            top = await self.server.top_logprobs(pairs, branches)
+            columns[TEACHER_LOGPROBS], columns[TEACHER_IDS] = top
+        if REFERENCE.keys() <= self.makes.keys():
+            columns["ref_logprobs"] = await self.server.logprobs(pairs, branches)
+        yield Written(range(len(claim)), rows=columns, tokens=int(claim.tokens.sum()))

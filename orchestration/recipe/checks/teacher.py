@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
-from orchestration.recipe.flow import needs_reference
+from orchestration.recipe.flow import flow_of, needs_reference
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
+from stages.flow.catalogue import teacher_tokens
 
 # of a check; a run waits longer
 PROBE_SECONDS = 20.0
@@ -80,7 +81,10 @@ def teacher_answers(recipe: Recipe, environment: Environment) -> Iterator[Proble
     if (tokenizer := value_or_none(lambda: tokenizer_of(recipe))) is None:
         return
     try:
-        server = TeacherServer(teacher_options(recipe, PROBE_SECONDS, PROBE_RETRIES), tokenizer)
+        flow = value_or_none(lambda: flow_of(recipe))
+        top_k = teacher_tokens(flow["reference"]) if flow and "reference" in flow else 0
+        options = teacher_options(recipe, PROBE_SECONDS, PROBE_RETRIES)
+        server = TeacherServer(options, tokenizer, top_k)
         # a loop of its own: a check may be called inside of one
         with ThreadPoolExecutor(1, "teacher") as thread:
             thread.submit(lambda: asyncio.run(probe(server))).result()

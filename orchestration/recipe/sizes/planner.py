@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from orchestration.recipe.flow import column_bytes, computes_reference, flow_of
+from orchestration.recipe.flow import LONGEST_PROMPT, column_bytes, computes_reference, flow_of
 from orchestration.recipe.model_files import experts_of, parameters_in, text_config
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.sizes.memory_parts import (
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 # header, offsets, scalars and alignment of one written block; a sample lies in at most four
 BLOCK_BYTES = 1024
 TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
-# tokens that the arena must have room for where the recipe sets no prompts.max_prompt_tokens
-LONGEST_PROMPT = 2048
 # Written down here because the code that makes these models takes seconds to load. Embeddings are
 # their output heads too.
 PARAMETERS = {"smollm2": 134_515_008, "tiny": 77_184, "tiny-moe": 250_368}

@@ -43,7 +43,8 @@ from stages.engines.protocols import (
     SwapTimes,
 )
 from stages.engines.responses import Responses
-from stages.flow.declarations import IN_TRAINING
+from stages.flow.catalogue import TEACHER_IDS, TEACHER_LOGPROBS
+from stages.flow.declarations import IN_TRAINING, token_shape
 
 
 @dataclass(eq=False)
@@ -388,10 +389,14 @@ class MockTrainEngine:
             n: batch["rollout_logprobs"].values() if by == "policy" else zeros
             for n, by in wanted.items()
         }
+        if TEACHER_IDS in wanted:
+            [k] = token_shape(algorithm.loss_reads[TEACHER_IDS])
+            scores |= dict(zip((TEACHER_LOGPROBS, TEACHER_IDS), _top(len(zeros), k), strict=True))
         train_batch = TrainBatch(batch, algorithm, computed=scores)
         if not train_batch.is_trained.any():
             raise FloatingPointError("loss is not defined: loss_mask leaves no token of the batch")
-        tokens = _tokens(batch, train_batch)
+        candidates = train_batch[algorithm.candidates] if algorithm.candidates else None
+        tokens = _tokens(batch, train_batch, candidates)
         with torch.no_grad():
             output = algorithm.loss(tokens)
         measured = {**output.metrics, **tokens.behaviour_gap()}
@@ -428,6 +433,19 @@ class MockTrainEngine:
         self._sleep(self._options.logprob_token_seconds * _fed_tokens(batch), began)
         return torch.nested.nested_tensor_from_jagged(values, responses.offsets())
 
+    def top_logprobs(self, batch: TensorDictBase, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens 0 to k - 1 with equal probabilities; see
+        :class:`~stages.engines.protocols.TeacherEngine`."""
+        began = time.perf_counter()
+        responses = batch["response_ids"]
+        tops = _top(len(responses.values()), k)
+        self._sleep(self._options.logprob_token_seconds * _fed_tokens(batch), began)
+        logprobs, tokens = (
+            torch.nested.nested_tensor_from_jagged(each.flatten(), responses.offsets() * k)
+            for each in tops
+        )
+        return logprobs, tokens
+
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return list(self._weights.items())
 
@@ -455,21 +473,33 @@ class MockTrainEngine:
         time.sleep(max(0.0, seconds * self._options.time_scale - (time.perf_counter() - began)))
 
 
-def _tokens(batch: TensorDictBase, given: TrainBatch) -> TokenBatch:
+def _tokens(
+    batch: TensorDictBase, given: TrainBatch, candidates: torch.Tensor | None
+) -> TokenBatch:
     """Return the whole batch as the algorithm's loss takes it, under weights that have not moved
-    since rollout."""
+    since rollout. ``candidates`` [T, k]: all of them are equally probable."""
     groups = batch["group"].unique(return_inverse=True)[1]
     behaviour = batch.get("rollout_logprobs", None)
     logprobs = torch.zeros(int(given.lengths.sum())) if behaviour is None else behaviour.values()
+    if candidates is not None:
+        of_candidates = _top(*candidates.shape)[0]
+        logprobs = torch.cat([logprobs[:, None], of_candidates], 1)
     return given.tokens(
         range(len(given.lengths)),
         groups.tolist(),
         logprobs,
-        values=torch.zeros_like(logprobs),
+        values=torch.zeros(len(logprobs)),
         total_tokens=int(given.trained.sum()),
         total_rows=int((given.trained > 0).sum()),
         total_groups=int(groups.max()) + 1,
     )
+
+
+def _top(count: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 and int32 [count, k]: the logprobs of ``k`` tokens and of a tail that are
+    equally probable, and the tokens."""
+    tokens = torch.arange(k, dtype=torch.int32).expand(count, k)
+    return torch.full((count, k), -math.log(k + 1)), tokens.contiguous()
 
 
 def _logprobs(token_ids: torch.Tensor, digest: int) -> torch.Tensor:

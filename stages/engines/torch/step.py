@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,13 +19,15 @@ import torch
 from tensordict import TensorDictBase
 
 from pipeline.data.columns import Packed
-from stages.algorithms.batch import TrainBatch
+from stages.algorithms.batch import TrainBatch, seen_by_teacher
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import Piece, cut_mini_batches, plan_micro_batches
 from stages.engines.torch.model.packed_model import PackedModel
 from stages.engines.torch.model.packing import Group, Rows
 from stages.engines.torch.parallel.interface import Parallel
-from stages.flow.declarations import BASE, IN_TRAINING
+from stages.engines.torch.parallel.runner import Packing
+from stages.flow.catalogue import TEACHER_IDS, TEACHER_LOGPROBS
+from stages.flow.declarations import BASE, IN_TRAINING, token_shape
 from stages.weights.published import PROBE
 
 
@@ -66,11 +69,15 @@ class TrainingStep:
     ) -> tuple[TrainBatch, list[MiniBatch]]:
         """Compute the scores that ``algorithm`` has of the model in training, and cut the batch of
         all ranks, of which this one has the rows of ``batch``, into mini-batches."""
+        named = self._teacher_columns(batch, algorithm)
         rows = self._rows(batch)
         scored_by = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
+        scored_by = {name: by for name, by in scored_by.items() if name not in named}
         scores = self._scores_by(rows, set(scored_by.values()))
-        named = {name: scores[by] for name, by in scored_by.items()}
+        named |= {name: scores[by] for name, by in scored_by.items()}
         train_batch = TrainBatch(batch, algorithm, self._parallel.total, named)
+        if algorithm.candidates:
+            rows = replace(rows, candidates=train_batch[algorithm.candidates])
 
         whole = algorithm.unit == "group"
         trained = train_batch.trained.tolist()
@@ -165,17 +172,56 @@ class TrainingStep:
         rows = self._rows(batch)
         return Packed(self._scores(rows)[0], rows.column.offsets)
 
+    def top_logprobs(self, batch: TensorDictBase, k: int) -> tuple[Packed, Packed]:
+        """Return the ``k`` largest logprobs of the distribution of each response token, on the CPU,
+        and their tokens, int32: k values of each token, one token after the other. Each group is
+        computed alone."""
+        rows = self._rows(batch)
+        offsets = rows.column.offsets * k
+        logprobs, tokens = self._top(rows, k)
+        return Packed(logprobs.flatten(), offsets), Packed(tokens.flatten(), offsets)
+
+    def _teacher_columns(
+        self, batch: TensorDictBase, algorithm: AlgorithmLike
+    ) -> dict[str, torch.Tensor]:
+        """Return the columns of the most probable tokens, [T, k], where the model in training
+        computes them for ``algorithm``."""
+        by = algorithm.scores.get(TEACHER_IDS)
+        if by not in IN_TRAINING:
+            return {}
+        [k] = token_shape(algorithm.loss_reads[TEACHER_IDS])
+        with self._without_adapters() if by == BASE else nullcontext():
+            logprobs, tokens = self._top(self._rows(seen_by_teacher(batch)), k)
+        return {TEACHER_LOGPROBS: logprobs, TEACHER_IDS: tokens}
+
     @torch.no_grad()
-    def _scores(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logprobs [T] and the values [T] of the response tokens of ``rows``, on the
-        CPU; values are empty without a value head. Each group is computed alone."""
+    def _top(self, rows: Rows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ``k`` largest logprobs float32 [T, k] and their tokens int32 [T, k] at the
+        response tokens of ``rows``, on the CPU."""
+        pieces, micro_batches, passes = self._one_by_one(rows)
+        logprobs = torch.empty(len(rows.column.values), k)
+        tokens = torch.empty(len(logprobs), k, dtype=torch.int32)
+        tops = self._parallel.runner.top(micro_batches, passes, k)
+        for piece, of_piece in zip(pieces, tops, strict=True):
+            index = rows.column.indexes(rows.numbers(piece))
+            logprobs[index], tokens[index] = (each.cpu() for each in of_piece)
+        return logprobs, tokens
+
+    def _one_by_one(self, rows: Rows) -> tuple[list[Piece], list[Packing], int]:
+        """Return pieces of one group each, their micro-batches, and the passes of each rank."""
         pieces = [
             Piece(number, piece.rows)
             for number, group in enumerate(rows.groups)
             for (piece,) in self._plan([group])
         ]
         [(_, passes)] = self._parallel.all_gather_counts([len(pieces)])
-        micro_batches = [partial(rows.pack, [piece]) for piece in pieces]
+        return pieces, [partial(rows.pack, [piece]) for piece in pieces], passes
+
+    @torch.no_grad()
+    def _scores(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logprobs [T] and the values [T] of the response tokens of ``rows``, on the
+        CPU; values are empty without a value head. Each group is computed alone."""
+        pieces, micro_batches, passes = self._one_by_one(rows)
         outputs = self._parallel.runner.score(micro_batches, passes)
         logprobs = torch.empty(len(rows.column.values))
         values = torch.empty(len(logprobs) if self._packed_model.value_head else 0)
@@ -205,15 +251,16 @@ class TrainingStep:
         if scorers - {BASE}:
             scores = dict(zip(IN_TRAINING, self._scores(rows), strict=False))
         if BASE in scorers:
-            if self._packed_model.adapters is None:
-                raise ValueError(
-                    "scores: 'base' is the model without its adapters, and it has none"
-                )
-            from stages.adapters.training import adapters_off
-
-            with adapters_off(self._packed_model.model):
+            with self._without_adapters():
                 scores[BASE] = self._scores(rows)[0]
         return scores
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        if self._packed_model.adapters is None:
+            raise ValueError("scores: 'base' is the model without its adapters, and it has none")
+        from stages.adapters.training import adapters_off
+
+        return adapters_off(self._packed_model.model)
 
 
 def _add(sums: dict[str, torch.Tensor], measured: Mapping[str, torch.Tensor]) -> None:

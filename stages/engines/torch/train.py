@@ -334,6 +334,16 @@ class TorchTrainEngine:
         finally:
             self.parallel.reshard()  # after a forward alone the model's own parameters stay whole
 
+    @torch.no_grad()
+    @_repeatable
+    def top_logprobs(self, batch: TensorDictBase, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`stages.engines.protocols.TeacherEngine`."""
+        try:
+            logprobs, tokens = self._training.top_logprobs(batch, k)
+        finally:
+            self.parallel.reshard()
+        return logprobs.jagged(), tokens.jagged()
+
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self.parallel.weights()
 

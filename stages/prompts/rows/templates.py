@@ -36,9 +36,17 @@ def parse_template(template: str) -> list[Piece]:
     return pieces
 
 
-def fill_template(pieces: Sequence[Piece], fields: Row, most: int, where: str) -> str:
+def fill_template(
+    pieces: Sequence[Piece],
+    fields: Row,
+    most: int,
+    where: str,
+    *,
+    key: str = "prompts.template",
+) -> str:
     """Return the last ``most`` characters of what ``str.format`` makes of a template; a longer text
-    is not built. Raises PromptError, which names the row by ``where``."""
+    is not built. Raises PromptError, which names the row by ``where`` and the template by its
+    ``key`` in the recipe."""
     formatter = string.Formatter()
     parts = list[str]()
     room = most
@@ -59,7 +67,7 @@ def fill_template(pieces: Sequence[Piece], fields: Row, most: int, where: str) -
             f"does not fit {where}: {error!r}",
             f"it may name 'prompt' and {sorted(map(str, fields))}, and a brace of its own is "
             f"written twice",
-            "prompts.template",
+            key,
         ) from error
     return "".join(reversed(parts))[-most:]
 

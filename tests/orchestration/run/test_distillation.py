@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,42 +13,112 @@ from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from stages.algorithms.batch import TrainBatch
 from stages.algorithms.policy_gradient.distillation import Distillation
+from stages.algorithms.supervised.self_distillation import NO_SUCCESS
 from tests.batches import make_batch
 from tests.orchestration.run.test_run import assert_nothing_left
-from tests.orchestration.runs import TINY, complete, recipe
+from tests.orchestration.runs import TINY, Watched, complete, recipe
+
+
+async def taught(folder: Path, **changes: Any) -> str:
+    """The checkpoint of a model that was shown the answers."""
+    shown = recipe(
+        TINY,
+        **{
+            "prompts__responses": ["answer"],
+            "rollout__max_tokens": 4,
+            "algorithm__name": "sft",
+            "algorithm__group_size": 1,
+            "train__steps": 24,
+            "train__groups_per_step": 48,
+            **changes,
+        },
+    )
+    _, result = await complete(Execution(RunFolder.create(shown, folder)))
+    assert result.checkpoint is not None
+    return str(result.checkpoint.model)
+
+
+async def learn(folder: Path, steps: int, **changes: Any) -> tuple[Watched, dict[int, float]]:
+    """A student's run, and its scores on held-out prompts by version."""
+    student = recipe(
+        TINY,
+        **{
+            "algorithm__group_size": 4,
+            "rollout__max_rows": 128,
+            "train__steps": steps,
+            "train__groups_per_step": 16,
+            "evaluate__every": steps,
+            "evaluate__prompts": 8,
+            **changes,
+        },
+    )
+    watched, _ = await complete(Execution(RunFolder.create(student, folder)))
+    assert len(watched.of("step")) == steps
+    assert_nothing_left(watched.run)
+    return watched, {each["version"]: each["reward_mean"] for each in watched.of("evaluation")}
 
 
 async def test_a_student_comes_near_to_its_teacher(tmp_path: Path) -> None:
-    taught = recipe(
-        TINY,
-        prompts__responses=["answer"],
-        rollout__max_tokens=4,
-        algorithm__name="sft",
-        algorithm__group_size=1,
-        train__steps=24,
-        train__groups_per_step=48,
+    """By the sampled token alone, and, in fewer steps, by whole distributions."""
+    teacher = await taught(tmp_path / "teacher")
+    watched, held_out = await learn(
+        tmp_path / "student", 40, model__reference=teacher, algorithm__name="distillation"
     )
-    _, result = await complete(Execution(RunFolder.create(taught, tmp_path / "teacher")))
-    assert result.checkpoint is not None
-    student = recipe(
-        TINY,
-        model__reference=str(result.checkpoint.model),
-        algorithm__name="distillation",
-        algorithm__group_size=4,
-        rollout__max_rows=128,
-        train__steps=40,
-        train__groups_per_step=16,
-        evaluate__every=40,
-        evaluate__prompts=8,
-    )
-    watched, _ = await complete(Execution(RunFolder.create(student, tmp_path / "student")))
     steps = watched.of("step")
-    assert len(steps) == 40
     assert steps[0]["reverse_kl"] > 2
     assert steps[-1]["reverse_kl"] < 0.5 * steps[0]["reverse_kl"]
-    held_out = {event["version"]: event["reward_mean"] for event in watched.of("evaluation")}
     assert held_out[40] > held_out[0] + 0.3
-    assert_nothing_left(watched.run)
+
+    for divergence, top_k in (("forward", 4), ("reverse", 49), ("js", 4)):
+        watched, held_out = await learn(
+            tmp_path / divergence,
+            20,
+            model__reference=teacher,
+            algorithm__name="gkd",
+            algorithm__options={"divergence": divergence, "top_k": top_k},
+        )
+        steps = watched.of("step")
+        assert steps[-1]["divergence"] < 0.5 * steps[0]["divergence"]
+        assert 0.5 < steps[0]["teacher_mass"] <= 1 + 1e-5
+        assert steps[0]["policy_mass"] < steps[-1]["policy_mass"] + 1e-5
+        assert held_out[20] > held_out[0] + 0.3
+
+
+@pytest.mark.parametrize("teacher", ["frozen", "current"])
+async def test_a_policy_learns_what_it_knows_when_it_sees_the_answer(
+    teacher: str, tmp_path: Path
+) -> None:
+    """It has learned to copy an answer that stands in its prompt, and does not know it without."""
+    template = "{prompt}{answer}"
+    copies = await taught(tmp_path / "copies", prompts__template=template)
+    watched, held_out = await learn(
+        tmp_path / "student",
+        40,
+        model__source=copies,
+        algorithm__name="opsd",
+        algorithm__options={"template": template, "top_k": 8, "teacher": teacher},
+    )
+    steps = watched.of("step")
+    assert steps[-1]["divergence"] < 0.5 * steps[0]["divergence"]
+    assert held_out[0] < 0.5
+    assert held_out[40] > held_out[0] + 0.3
+
+
+async def test_successful_responses_teach_the_others_of_their_group(tmp_path: Path) -> None:
+    """Those of groups without any are dropped, and others are generated."""
+    copies = await taught(tmp_path / "copies", prompts__template="{prompt}{answer}")
+    options = {"template": "{prompt}{solution}", "top_k": 8, "success_reward": 0.25}
+    watched, _ = await learn(
+        tmp_path / "student",
+        6,
+        model__source=copies,
+        algorithm__name="sdpo",
+        algorithm__options=options,
+    )
+    for step in watched.of("step"):
+        assert 0 < step["divergence"] < 10
+    ledger = watched.of("ledger")[-1]
+    assert ledger["dropped_reasons"].keys() <= {NO_SUCCESS}
 
 
 def test_whitened_advantages_leave_the_reported_divergence_as_it_is() -> None:
@@ -86,3 +157,25 @@ def test_whitened_advantages_leave_the_reported_divergence_as_it_is() -> None:
 def test_a_teacher_that_does_not_fit_is_refused(changes: dict[str, str], wrong: str) -> None:
     with pytest.raises(RecipeError, match=rf"model\.reference = .*: {wrong}"):
         recipe(TINY, **{"algorithm__name": "distillation", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"algorithm__options": {"top_k": 50}}, r"top_k = 50: is more than the 49 tokens"),
+        (
+            {"external__stages": ["reference"]},
+            r"external\.stages = .*: has 'reference', which gives logprobs of sampled tokens alone",
+        ),
+        (
+            {"algorithm__name": "opsd", "algorithm__options": {"template": "{prompt} {answer"}},
+            r"options\.template = .*: is no template",
+        ),
+        ({"algorithm__name": "sdpo", "algorithm__group_size": 1}, r"group_size = 1: is too small"),
+    ],
+)
+def test_a_teacher_of_distributions_that_does_not_fit_is_refused(
+    changes: dict[str, Any], wrong: str
+) -> None:
+    with pytest.raises(RecipeError, match=wrong):
+        recipe(TINY, **{"algorithm__name": "gkd", **changes})

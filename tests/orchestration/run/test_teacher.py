@@ -11,6 +11,7 @@ import torch
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from pipeline.data.columns import Packed
 from stages.engines.torch.train import TorchTrainEngine
 from stages.flow.catalogue import BRANCHES
 from stages.inference.teacher import (
@@ -68,6 +69,30 @@ async def test_logprobs_are_those_of_the_reference_stage(way: str) -> None:
         for got, expected in zip(found, engine.logprobs(batch).unbind(), strict=True):
             assert got.dtype == torch.float32
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+async def test_the_most_probable_tokens_are_those_of_the_reference_stage() -> None:
+    batch, rows = tiny_rows()
+    model, _ = load_model("tiny", dtype=torch.float32, seed=0)
+    engine = TorchTrainEngine(model, learning_rate=1e-3, total_steps=1, device="cpu", threads=1)
+    expected = [Packed.of(each).rows() for each in engine.top_logprobs(batch, 5)]
+    with serving(TinyTeacher()) as teacher:
+        server = TeacherServer(TeacherOptions(teacher.url), tiny_tokenizer(), 5)
+        await server.open()
+        found = await server.top_logprobs(rows)
+        await server.close()
+    for got, wanted in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    for got, wanted in zip(found[1], expected[1], strict=True):
+        assert torch.equal(got, wanted)
+
+
+async def test_a_server_that_gives_too_few_tokens_is_refused() -> None:
+    with serving(TinyTeacher(most=3)) as teacher:
+        server = TeacherServer(TeacherOptions(teacher.url), tiny_tokenizer(), 5)
+        with pytest.raises(TeacherRefused, match=r"top_k is 5.*--max-logprobs"):
+            await server.open()
+        await server.close()
 
 
 async def test_what_a_server_cannot_do_is_said_in_words(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,6 +160,16 @@ async def test_a_run_is_distilled_from_a_server(
     ]
     assert not kept
     assert_nothing_left(watched.run)
+
+
+async def test_a_run_learns_from_distributions_of_a_server(tmp_path: Path) -> None:
+    changes = {**DISTILLED, "algorithm__name": "gkd", "algorithm__options": {"top_k": 8}}
+    with serving(TinyTeacher()) as teacher:
+        of = recipe(TINY, **changes, teacher__url=teacher.url)
+        watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
+    assert result.state == "finished", result.reason
+    assert abs(watched.of("step")[0]["divergence"]) < 1e-4
+    assert 8 / 49 < watched.of("step")[0]["teacher_mass"] < 1
 
 
 def test_a_check_asks_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,10 +70,11 @@ def with_observations(
             if not value.ndim or name == "prompt_ids":
                 wide_row[name] = value
                 continue
-            draw = ids.randrange(40) if name == "response_ids" else rng.choice(anything)
+            are_ids = not value.is_floating_point()
+            draw = ids.randrange(40) if are_ids else rng.choice(anything)
             out = torch.full((len(mask),), draw, dtype=value.dtype)
             for at in (~mask).nonzero()[:, 0].tolist():
-                out[at] = ids.randrange(40) if name == "response_ids" else rng.choice(anything)
+                out[at] = ids.randrange(40) if are_ids else rng.choice(anything)
             out[mask] = value
             wide_row[name] = out
         wide.append(wide_row)

@@ -20,12 +20,15 @@ from stages.algorithms.registry import built_in
 from stages.algorithms.supervised.dpo import DPO
 from stages.algorithms.supervised.kto import NOW
 from stages.engines.torch.train import TorchTrainEngine
-from stages.flow.catalogue import AGE, TOKEN_STALENESS
+from stages.flow.catalogue import AGE, TEACHER_IDS, TEACHER_LOGPROBS, TOKEN_STALENESS
 from stages.training.token_versions import staleness_of
 from tests.batches import make_batch, stack, unstack
 from tests.stages.engines.torch.test_train import engine_of, tiny_llama
 
-RAGGED = ("rollout_logprobs", "ref_logprobs", PROXIMAL, NOW, "values", "now", "entropy")
+RAGGED = (
+    *("rollout_logprobs", "ref_logprobs", PROXIMAL, NOW, "values", "now", "entropy"),
+    TEACHER_LOGPROBS,
+)
 
 
 def rows_of(seed: int, lengths: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -34,6 +37,7 @@ def rows_of(seed: int, lengths: list[int]) -> list[dict[str, torch.Tensor]]:
         {
             "response_ids": torch.zeros(length, dtype=torch.int64),
             **{name: torch.randn(length, generator=draw).double() * 0.5 - 1 for name in RAGGED},
+            TEACHER_IDS: torch.randint(0, 40, (length,), generator=draw, dtype=torch.int32),
             TOKEN_STALENESS: torch.randint(0, 5, (length,), generator=draw),
             AGE: torch.randint(0, 5, (length,), generator=draw),
             "reward": torch.randn((), generator=draw),
@@ -60,7 +64,7 @@ def measured(algorithm: Algorithm, batch: TensorDict) -> dict[str, float]:
     tokens = train_batch.tokens(
         range(count),
         [at // 2 for at in range(count)],
-        now,
+        torch.stack([now, 0.7 * now - 1], 1) if algorithm.candidates else now,
         torch.cat(list(batch["entropy"].unbind())),
         torch.cat(list(batch["values"].unbind())) * 0.5,
         total_tokens=int(train_batch.trained.sum()),
@@ -112,6 +116,8 @@ def test_a_batch_with_tokens_left_out_is_the_batch_without_them(
             "loss_normalization": normalization,
         }
         options |= {"response_tokens": 9}
+    if "top_k" in built_in()[name].model_fields:
+        options = {"top_k": 1}  # a value a token, as in other columns
     algorithm = build_algorithm(name, options)
     lengths = [rng.randint(1, 8) for _ in range(6)]
     masks = [torch.tensor([rng.random() < 0.6 for _ in range(length)]) for length in lengths]

@@ -21,8 +21,8 @@ from stages.algorithms.registry import built_in
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
 from stages.engines.torch.critic import TorchCriticEngine
-from stages.flow.catalogue import MASK, ROW_MASK
-from tests.batches import make_batch, unstack
+from stages.flow.catalogue import MASK, ROW_MASK, TEACHER_IDS, TEACHER_LOGPROBS
+from tests.batches import VOCABULARY, make_batch, unstack
 from tests.stages.algorithms.observations import aged, masks_of, versions_of, with_observations
 from tests.stages.algorithms.test_masks import measured, rows_of
 from tests.stages.engines.torch.test_train import (
@@ -45,6 +45,7 @@ def drawn(seed: int) -> tuple[list[Any], list[list[int]], list[torch.Tensor]]:
 
 
 def algorithm_named(name: str, **options: Any) -> Any:
+    options = {**options, "top_k": 1}  # a value a token, as in other columns
     algorithm = build_algorithm(name, {})
     known = {key: value for key, value in options.items() if key in type(algorithm).model_fields}
     return build_algorithm(name, known)
@@ -160,6 +161,8 @@ def engine_rows(name: str) -> tuple[list[Any], list[list[int]], list[torch.Tenso
         row["preference"] = torch.tensor(1.0 - 2 * (at % 2))
         row["reward"] = row["advantage"]
         row["values"] = row["ref_logprobs"] + 4  # of a critic of its own
+        row[TEACHER_IDS] = ((row["response_ids"] + 1) % VOCABULARY).int()
+        row[TEACHER_LOGPROBS] = row["ref_logprobs"]
         if name == "distillation":
             row["advantage"] = row["ref_logprobs"] - row["rollout_logprobs"]
     versions = [versions_of(len(row["response_ids"]), rng) for row in rows]

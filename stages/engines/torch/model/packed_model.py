@@ -28,7 +28,7 @@ from stages.engines.torch.model.packing import (
     PackedBatch,
     shared_prompt_attention,
 )
-from stages.engines.torch.model.token_logprobs import TokenLogprobs, scaled_logits
+from stages.engines.torch.model.token_logprobs import TokenLogprobs, scaled_logits, top_logprobs
 from stages.model.files import WeightFiles
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Kernels = Literal["auto", "plain"]
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see PackedModel.outputs
+TopTokens = tuple[torch.Tensor, torch.Tensor]  # see PackedModel.top_logprobs
 
 
 class PackedModel:
@@ -109,17 +110,18 @@ class PackedModel:
         return self.decode(packed)[0].index_select(0, packed.places)
 
     def outputs(self, packed: PackedBatch) -> Outputs:
-        """Return float32 [T], [T], [T]: the logprobs of ``packed.targets``; the entropies of the
-        distributions that they are of, empty where nothing is trained; and the values of the
-        states before the targets, empty without a value head."""
+        """Return in float32 the logprobs of ``packed.targets``, in its shape; the entropies [T] of
+        the distributions that they are of, empty where nothing is trained; and the values [T] of
+        the states before the targets, empty without a value head."""
         hidden = self.hidden(packed)
         head = self.model.get_output_embeddings()
+        wanted = packed.targets[:, None].flatten(1)  # [T, 1 + k]
         logprobs, entropy = TokenLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden,
             head.weight,
             head.bias,
-            packed.source,
-            packed.targets,
+            packed.source.repeat_interleave(wanted.shape[1]),
+            wanted.flatten(),
             self._temperature * self._divisor,
             torch.is_grad_enabled(),
             self._softcap,
@@ -127,7 +129,26 @@ class PackedModel:
             packed.masks,
             *head_adapter(head, hidden),
         )
-        return logprobs, entropy, values_of(hidden, self.value_head, packed.source)
+        values = values_of(hidden, self.value_head, packed.source)
+        return logprobs.view_as(packed.targets), entropy[:: wanted.shape[1]], values
+
+    def top_logprobs(self, packed: PackedBatch, k: int) -> TopTokens:
+        """Return the ``k`` largest logprobs float32 [T, k] at the places of ``packed.targets``, and
+        their tokens int32 [T, k]. No gradient."""
+        hidden = self.hidden(packed)
+        head = self.model.get_output_embeddings()
+        largest, tokens = top_logprobs(
+            hidden,
+            head.weight,
+            head.bias,
+            k,
+            self._temperature * self._divisor,
+            self._softcap,
+            self._vocabulary,
+            packed.masks,
+            *head_adapter(head, hidden),
+        )
+        return largest[packed.source], tokens[packed.source]
 
     def logits(self, packed: PackedBatch) -> torch.Tensor:
         """Return the logits float32 [T, V] of which :meth:`outputs` are made."""

@@ -12,7 +12,7 @@ have branches, which share tokens of it (branched.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,8 @@ class PackedBatch:
     pieces: tuple[PackedPiece, ...]
     places: torch.Tensor  # int64 [U], which of the S
     source: torch.Tensor  # int64 [T], which of the U predicts the token
-    targets: torch.Tensor  # int64 [T]
+    # int64 [T]; or [T, 1 + k]: with others whose logprobs are wanted at the same place
+    targets: torch.Tensor
     longest: int  # tokens of a sequence that are fed
     # uint8 or int16 [S, layers * top-k] that routers choose; None: as they do
     experts: torch.Tensor | None = None
@@ -184,6 +185,9 @@ class Rows:
     expanded: bool = False
     """Branches are fed with their paths."""
 
+    candidates: torch.Tensor | None = None
+    """Integers [T, k]: tokens whose logprobs are wanted beside that of each response token."""
+
     @classmethod
     def of(
         cls,
@@ -244,7 +248,7 @@ class Rows:
         prompts = [self.groups[piece.group].prompt for piece in pieces]
         branches = [[self.branches.get(number, ()) for number in of_piece] for of_piece in numbers]
         has_branches = any(any(of_piece) for of_piece in branches)
-        return pack(
+        packed = pack(
             prompts,
             responses,
             self.device,
@@ -253,6 +257,11 @@ class Rows:
             branches if has_branches else (),
             expanded=self.expanded,
         )
+        if self.candidates is None:
+            return packed
+        index = self.column.indexes([number for of_piece in numbers for number in of_piece])
+        others = self.candidates[index].to(packed.targets)
+        return replace(packed, targets=torch.cat([packed.targets[:, None], others], 1))
 
 
 def _branches(batch: TensorDictBase, lengths: Sequence[int]) -> dict[int, list[Branch]]:

@@ -137,6 +137,42 @@ class TokenLogprobs(torch.autograd.Function):
         return to_hidden.to(hidden.dtype), to_weight, to_bias, *[None] * 7, *of_adapter
 
 
+@torch.no_grad()
+def top_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    k: int,
+    temperature: float,
+    softcap: float | None = None,
+    vocabulary: int | None = None,
+    masks: torch.Tensor | None = None,
+    inner: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ``k`` largest logprobs float32 [U, k] of the distribution that each hidden state
+    predicts, and their tokens int32 [U, k], with at most ``LOGITS_BYTES`` of logits. Other
+    arguments are those of :class:`TokenLogprobs`. Raises ValueError where there are fewer tokens.
+    """
+    weight = weight[:vocabulary]
+    if k > len(weight):
+        raise ValueError(f"top_k: {k} is more than the {len(weight)} tokens of the model")
+    bias = None if bias is None else bias[:vocabulary]
+    up = None if up is None else up[:vocabulary]
+    largest = torch.empty(len(hidden), k, dtype=torch.float32, device=hidden.device)
+    tokens = torch.empty(len(hidden), k, dtype=torch.int32, device=hidden.device)
+    size = max(1, LOGITS_BYTES // (4 * len(weight)))
+    for start in range(0, len(hidden), size):
+        rows = slice(start, start + size)
+        inner_rows = None if inner is None else inner[rows]
+        logits = scaled_logits(hidden[rows], weight, bias, temperature, softcap, inner_rows, up)
+        _mask(logits, masks, start)
+        of_rows, tokens[rows] = logits.topk(k)
+        peak, log_total = _softmax_in_place(logits, None)
+        largest[rows] = of_rows - (peak + log_total)[:, None]
+    return largest, tokens
+
+
 def scaled_logits(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stages.engines.protocols import ModelRefused
-from stages.engines.torch.model.packed_model import Outputs, PackedModel
+from stages.engines.torch.model.packed_model import Outputs, PackedModel, TopTokens
 from stages.engines.torch.model.packing import PackedBatch
 from stages.engines.torch.parallel.collectives import own_slice
 from stages.engines.torch.parallel.mesh import Meshes
@@ -236,6 +236,31 @@ class Pipeline(MicroBatchRunner):
         empty = torch.empty(0)
         rows = [self.broadcast(each) for each in scores]
         return [(row[0], empty, row[1] if kinds == 2 else empty) for row in rows]
+
+    def top(self, batches: Sequence[Packing], passes: int, k: int) -> list[TopTokens]:
+        packed = self._packed(batches, passes)
+        shares = [self._share(each) for each in packed]
+        device = self._packed_model.device
+        tops = [
+            (
+                torch.zeros(len(each.targets), k, device=device),
+                torch.zeros(len(each.targets), k, dtype=torch.int32, device=device),
+            )
+            for each in packed[: len(batches)]
+        ]
+
+        def compute(number: int, is_last: bool) -> Any:
+            fed = shares[number].fed
+            if not is_last:
+                return self._call(self._packed_model.decode, fed)
+            own = self._call(self._packed_model.top_logprobs, fed, k)
+            whole = [shares[number].whole(each) for each in own]
+            if number < len(batches):
+                for into, value in zip(tops[number], whole, strict=True):
+                    into.copy_(value)
+
+        self.run([share.fed.ids.shape[1] for share in shares], compute)
+        return [(self.broadcast(logprobs), self.broadcast(tokens)) for logprobs, tokens in tops]
 
     def probe(
         self,

@@ -16,7 +16,7 @@ import torch
 
 from stages import device as devices
 from stages.engines.torch.model.attention_interface import PROBE, check_logits
-from stages.engines.torch.model.packed_model import Outputs, PackedModel
+from stages.engines.torch.model.packed_model import Outputs, PackedModel, TopTokens
 from stages.engines.torch.model.packing import PackedBatch, pack
 
 Value = TypeVar("Value")
@@ -64,6 +64,16 @@ class MicroBatchRunner:
         """Return the outputs, without a gradient."""
         return [self._compute(batches, number) for number in range(passes)]
 
+    def top(self, batches: Sequence[Packing], passes: int, k: int) -> list[TopTokens]:
+        """Return what :meth:`PackedModel.top_logprobs` does, of ``batches``."""
+        tops = []
+        for number in range(passes):
+            share = self._share(self._packed_batch(batches, number))
+            own = self._call(self._packed_model.top_logprobs, share.fed, k)
+            logprobs, tokens = map(share.whole, own)
+            tops.append((logprobs, tokens))
+        return tops[: len(batches)]
+
     def outputs(self, share: Share) -> Outputs:
         """Return the outputs of the micro-batch that ``share`` is of."""
         logprobs, entropy, values = self._call(self._packed_model.outputs, share.fed)
@@ -89,9 +99,11 @@ class MicroBatchRunner:
         return values
 
     def _compute(self, batches: Sequence[Packing], number: int) -> Outputs:
+        return self.outputs(self._share(self._packed_batch(batches, number)))
+
+    def _packed_batch(self, batches: Sequence[Packing], number: int) -> PackedBatch:
         is_real = number < len(batches)
-        packed = batches[number]() if is_real else idle_batch(self._packed_model.device)
-        return self.outputs(self._share(packed))
+        return batches[number]() if is_real else idle_batch(self._packed_model.device)
 
     def _counted(self, is_real: bool) -> AbstractContextManager[None]:
         """Count the load of experts meanwhile, but not that of idle micro-batches."""
