@@ -121,12 +121,12 @@ class TeacherServer:
             try:
                 [[choice]] = [await self._choices([ids])]
                 logprobs_in(choice, ids)
-                self._top_in(choice, 1)
             except TeacherDenied:
                 raise
             except TeacherRefused as refused:
                 reason = refused.problems[0].wrong
                 continue
+            self._top_in(choice, 1)
             return self._check_decoded(choice, ids)
         fix = "use one that has `prompt_logprobs` (vLLM), or `echo` with `logprobs`"
         raise TeacherRefused(f"{self._url} gives no logprobs of a prompt ({reason})", fix)

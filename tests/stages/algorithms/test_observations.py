@@ -45,7 +45,8 @@ def drawn(seed: int) -> tuple[list[Any], list[list[int]], list[torch.Tensor]]:
 
 
 def algorithm_named(name: str, **options: Any) -> Any:
-    options = {**options, "top_k": 1}  # a value a token, as in other columns
+    # a value a token, as in other columns, which a teacher beside training has made
+    options = {**options, "top_k": 1, "teacher": "frozen"}
     algorithm = build_algorithm(name, {})
     known = {key: value for key, value in options.items() if key in type(algorithm).model_fields}
     return build_algorithm(name, known)
