@@ -209,6 +209,9 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 elif not learned:
                     cast(UndoableEngine, trainer).undo()
                 metrics = {**metrics, **learned} if metrics and learned else {}
+            every = recipe.model.reference_every
+            if every and (step + 1) % every == 0:
+                _move(reference, trainer, recipe.model.reference_mix)
             await rollout.load_weights(
                 step + 1, {name: value.clone() for name, value in trainer.weights()}
             )
@@ -238,6 +241,15 @@ async def _trained(engine: Any, batch: TensorDict, algorithm: Any) -> Mapping[st
     except FloatingPointError:
         return {}
     return metrics
+
+
+@torch.no_grad()
+def _move(reference: Any, trainer: TrainEngine, share: float) -> None:
+    """Make the reference ``share`` × the trainer's policy + (1 − ``share``) × itself."""
+    policy = dict(trainer.weights())
+    for name, parameter in reference.model.named_parameters():
+        mixed = (1 - share) * parameter.float() + share * policy[name].float()
+        parameter.copy_(mixed if share < 1 else policy[name])
 
 
 async def _generated(

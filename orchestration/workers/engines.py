@@ -240,6 +240,7 @@ def _torch_rollout(
         context=longest_row(recipe),
         routed_experts=recipe.train.router == "replay",
         sampled=known_vocabulary(recipe),
+        router_biases=recipe.train.router_bias_rate > 0,
     )
 
 
@@ -323,17 +324,19 @@ def train_engine(
     return engine
 
 
-def reference_engine(recipe: Recipe) -> TrainEngine:
-    """Make the frozen reference: ``model.reference``, or the policy that the run begins with, on
-    one rank, in ``model.dtype``."""
-    return _torch_reference(recipe) if recipe.train.engine == "torch" else train_engine(recipe)
+def reference_engine(recipe: Recipe, weights: Path | None = None) -> TrainEngine:
+    """Make the reference, on one rank, in ``model.dtype``: of the checkpoint folder ``weights``, or
+    ``model.reference``, or the policy that the run begins with."""
+    if recipe.train.engine != "torch":
+        return train_engine(recipe)
+    teacher = recipe.model.reference
+    return _torch_reference(recipe, weights or (Path(teacher) if teacher else None))
 
 
-def _torch_reference(recipe: Recipe) -> TrainEngine:
+def _torch_reference(recipe: Recipe, weights: Path | None) -> TrainEngine:
     from stages.engines.torch.train import TorchTrainEngine
 
-    teacher = recipe.model.reference
-    model, _ = _model(recipe, Path(teacher) if teacher else None)
+    model, _ = _model(recipe, weights)
     return TorchTrainEngine(model, **_train_options(recipe), **_distribution(recipe))
 
 
@@ -375,6 +378,8 @@ def _torch_train(
         **_train_options(recipe),
         "compute": getattr(torch, recipe.model.dtype),
         "adapters": recipe.adapters,
+        "router_loss": recipe.train.router_loss,
+        "router_bias_rate": recipe.train.router_bias_rate,
     }
     options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
     options |= _distribution(recipe)
@@ -410,8 +415,15 @@ def _shared_model(
 
 
 def _train_options(recipe: Recipe) -> dict[str, Any]:
-    optimizer = ("learning_rate", "schedule", "schedule_floor", "warmup_steps", "weight_decay")
-    others = ("betas", "grad_clip", "token_budget", "activation_checkpointing", "kernels")
+    optimizer = ("optimizer", "learning_rate", "schedule", "schedule_floor", "warmup_steps")
+    others = (
+        "weight_decay",
+        "betas",
+        "grad_clip",
+        "token_budget",
+        "activation_checkpointing",
+        "kernels",
+    )
     return {
         **recipe.train.model_dump(include={*optimizer, *others}),
         "total_steps": recipe.train.steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from orchestration.recipe.flow import declarations_of, flow_of, stage_of
 from orchestration.recipe.models import teacher_options
@@ -17,6 +18,9 @@ from stages.flow.declarations import StageDeclaration
 from stages.flow.stage_calls import StageCaller, StageCalls
 from stages.inference.scores import Reference
 from stages.inference.teacher import TeacherReference, TeacherServer
+
+if TYPE_CHECKING:
+    from stages.inference.moving import MovingReference
 
 
 class RewardJob(Job):
@@ -49,9 +53,26 @@ class ReferenceJob(Job):
                 )
             )
             return
+        if recipe.model.reference_every:
+            self.control(self._moving_reference())
+            return
         engine = await asyncio.to_thread(reference_engine, recipe)
         self.resources.callback(engine.close)
         self.control(Reference(engine, declared))
+
+    def _moving_reference(self) -> MovingReference:
+        from orchestration.checkpoints.references import References
+        from stages.inference.moving import MovingReference
+
+        model = self.recipe.model
+        references = References(self.paths.out, model.reference_every, model.reference_mix)
+        stage = MovingReference(
+            lambda version: reference_engine(self.recipe, references.path(version)),
+            self.dock.schema,
+            model.reference_every,
+        )
+        self.resources.callback(stage.close)
+        return stage
 
 
 class StageJob(Job):

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -152,6 +152,7 @@ class UpdateJob(Job):
             version=self._saved,
             after_step=self._after_step,
             after_last=lambda: self.controller.stop(),
+            before_publish=await self._references(),
             rank_group=self.rank_group,
             probe_tokens=probe_tokens(recipe),
             spans=self._spans,
@@ -168,6 +169,29 @@ class UpdateJob(Job):
         await self.stage.catch_up()
         if self.critic is not None:
             await self.critic.send("begin")
+
+    async def _references(self) -> Callable[[int, bool], Awaitable[None]] | None:
+        """Return what writes references; None where the reference stays."""
+        model = self.recipe.model
+        if not model.reference_every:
+            return None
+        from orchestration.checkpoints.references import References
+
+        references = References(self.paths.out, model.reference_every, model.reference_mix)
+        await asyncio.to_thread(references.rewind, (await self.index.status()).trained)
+
+        async def write(version: int, again: bool) -> None:
+            if not references.is_due(version, again=again):
+                return
+            with self._spans.during("reference", version=version), self._refusals(version):
+                folder = await asyncio.to_thread(references.begin, version)
+                await self.rank_group.broadcast("export", folder=str(folder))
+                await asyncio.to_thread(self.engine.save_pretrained, folder)
+                await asyncio.to_thread(self.tokenizer.save_pretrained, folder)
+                oldest = max(0, version - self.recipe.pipeline.staleness)
+                await asyncio.to_thread(references.finish, version, oldest)
+
+        return write
 
     async def _recorder(self) -> Recorder | None:
         if not (most := self.recipe.pipeline.keep_samples):

@@ -75,6 +75,9 @@ class RankWorker:
                 part = await asyncio.to_thread(self._publish, order["probe"], order["version"])
                 if part is not None:
                     await self.rank_group.send_part(part)
+            case "export":
+                folder = Path(order["folder"])
+                await asyncio.to_thread(self.engine.save_pretrained, folder)
             case "save":
                 async with self.device.training():
                     await self._save(Path(order["folder"]))

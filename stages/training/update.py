@@ -77,10 +77,11 @@ class SamplesGone(Passing, RuntimeError):
 class Update(Stage):
     """The update stage. ``version``: policy version of the engine's weights. ``after_step`` is
     called with each new version when it is published (checkpoints); ``after_last`` is called when
-    ``steps`` are done. With ``publish_first`` the weights that the run begins with are published
-    too, for engines that are not built from its model. ``store`` is None where ranks pass the
-    weights on themselves: only the version is published then. ``device`` is what the engine
-    computes on. ``functions``: weights of the reward functions by name, in the order of the column
+    ``steps`` are done. ``before_publish`` is called with each version before there are rows of it,
+    and with whether its step is made now, not replayed. With ``publish_first`` the weights that the
+    run begins with are published too, for engines that are not built from its model. ``store`` is
+    None where ranks pass the weights on themselves: only the version is published then. ``device``
+    is what the engine computes on. ``functions``: weights of the reward functions by name, in the order of the column
     ``scores``, as the run's own reward stage writes it; without them all rows have a reward.
     ``skipped`` makes what takes the steps with a loss or gradient that is not finite; None: they
     end the run. ``critic``: a critic with a worker of its own, which trains on the rows of each
@@ -100,6 +101,7 @@ class Update(Stage):
         version: int,
         after_step: Callable[[int], Awaitable[None]],
         after_last: Callable[[], None],
+        before_publish: Callable[[int, bool], Awaitable[None]] | None = None,
         rank_group: RankGroup | None = None,
         probe_tokens: int = 0,
         spans: Spans | None = None,
@@ -126,6 +128,7 @@ class Update(Stage):
         self.trained = version
         self._after_step = after_step
         self._after_last = after_last
+        self._before_publish = before_publish
         self.spans = spans or Spans()
         self.recorder = recorder
         self._make_skipped = skipped
@@ -150,6 +153,7 @@ class Update(Stage):
         not have it yet."""
         status = await self.dock.index.status()
         began = self.trained
+        await self._prepare_version(replayed=True)
         while self.trained < status.trained:
             try:
                 claim = await self.dock.index.replay(self.trained)
@@ -159,6 +163,7 @@ class Update(Stage):
             except StaleHandle as gone:
                 raise SamplesGone(str(gone)) from gone
             self.trained += 1
+            await self._prepare_version(replayed=True)
             log.info("step replayed", step=self.trained)
         was_damaged = await DAMAGED.get(self.dock.index, version=self.trained) is not None
         if status.published < self.trained or was_damaged or not await self._reachable():
@@ -206,12 +211,17 @@ class Update(Stage):
                 tokens=int(claim.tokens.sum()),
             )
             self.trained += 1
+            await self._prepare_version()
             await self.publish()
             if self.recorder is not None:
                 await self.recorder.write(samples)
             await self._end_step()
             if self.trained >= self.steps:
                 self._after_last()
+
+    async def _prepare_version(self, *, replayed: bool = False) -> None:
+        if self._before_publish is not None:
+            await self._before_publish(self.trained, not replayed)
 
     async def _end_step(self) -> None:
         await self._after_step(self.trained)

@@ -23,6 +23,11 @@ SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
+OPTIMIZERS = {
+    "adamw_torch": None,
+    "adamw_torch_fused": None,
+    "adamw_torch_8bit": "adamw8bit",  # of torchao too
+}
 LOSSES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"algorithm.options.loss_normalization": "sequence"},
     "bnpo": {},
@@ -32,6 +37,7 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"algorithm.name": "sapo"},
 }
 TRUE_ONLY = {True: None}
+SYNC = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
 OPTIONS = "algorithm.options"
 RULES: Mapping[str, Rule] = {
     "model_name_or_path": To("model.source", note="put the model's folder here"),
@@ -54,6 +60,7 @@ RULES: Mapping[str, Rule] = {
     "min_p": To("rollout.min_p", as_number),
     "repetition_penalty": To("rollout.repetition_penalty", as_number),
     "learning_rate": To("train.learning_rate", as_number),
+    "optim": To("train.optimizer", OPTIMIZERS),
     "lr_scheduler_type": To("train.schedule", SCHEDULES),
     "lr_scheduler_kwargs.min_lr_rate": To("train.schedule_floor", as_number),
     "warmup_steps": To("train.warmup_steps"),
@@ -109,7 +116,9 @@ RULES: Mapping[str, Rule] = {
     "run_name": To("name"),
     "report_to": Not("asyncdock track RUN shows a run in TensorBoard, MLflow or W&B"),
     "push_to_hub": Not("asyncdock export RUN --push REPO"),
-    "sync_ref_model": Not("the reference stays as it is"),
+    "sync_ref_model": By("model.reference_every"),
+    "ref_model_sync_steps": By("model.reference_every"),
+    "ref_model_mixup_alpha": By("model.reference_mix"),
     "top_entropy_quantile": Not("all tokens are learned from"),
     "use_adaptive_entropy": Not("entropy_coef is fixed"),
     "logging_steps": Not(),
@@ -145,6 +154,11 @@ def convert(settings: Mapping[str, Any]) -> Conversion:
         done.put("train.betas", betas, "adam_beta1", "adam_beta2")
     if settings.get("use_peft") or "lora_r" in settings:
         done.put("model.lora.rank", settings.get("lora_r", 16), "use_peft", "lora_r")
+    if settings.get("sync_ref_model"):
+        done.put("model.reference_every", settings.get("ref_model_sync_steps", 512), *SYNC[:2])
+        done.put(
+            "model.reference_mix", as_number(settings.get("ref_model_mixup_alpha", 0.6)), SYNC[2]
+        )
     _rewards(settings, done)
     if "train.steps" not in done.recipe:
         done.remarks["num_train_epochs"] = "put the number of optimizer steps into train.steps"

@@ -42,6 +42,7 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.registry import built_in
 from stages.engines.bounds import LEAST, LEAST_TRAINED, MOST_TEMPERATURE
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
+from stages.engines.optimizers import OPTIMIZERS
 from stages.engines.registry import BUILT_IN, Side
 from stages.flow.catalogue import Truncated
 from stages.json_schema import (
@@ -78,6 +79,9 @@ class LoraSection(Section):
     )
 
 
+REFERENCES = FixedOnResume("rows under way, and the references on disk, go by it")
+
+
 class ModelSection(Section):
     """The model that is trained."""
 
@@ -95,6 +99,13 @@ class ModelSection(Section):
         None,
         "Checkpoint of the frozen model of `ref_logprobs`. Default: the model as the run begins.",
         min_length=1,
+    )
+    reference_every: Annotated[StepsOrZero, REFERENCES] = key(
+        0,
+        "The reference becomes the policy every so many steps (docs/stages.md). 0: it stays frozen.",
+    )
+    reference_mix: Annotated[float, Field(gt=0, le=1), REFERENCES] = key(
+        1.0, "Share of the policy in a new reference; the rest is the reference before."
     )
     vocabulary: Literal["auto", "tokenizer", "model"] = key(
         "auto",
@@ -333,6 +344,12 @@ class AlgorithmSection(Section):
         return schema
 
 
+if TYPE_CHECKING:
+    Optimizer = str
+else:
+    Optimizer = Literal[*OPTIMIZERS]
+
+
 class TrainSection(Strategies, Section):
     """The optimizer steps."""
 
@@ -368,7 +385,14 @@ class TrainSection(Strategies, Section):
         Groups,
         FixedOnResume("the gate counts the groups of all steps by it, of those already made too"),
     ] = key(4, "Prompts of one optimizer step (P), each with its group.")
-    learning_rate: float = key(1e-5, "Peak learning rate of AdamW.", gt=0)
+    optimizer: Annotated[
+        Optimizer, FixedOnResume("the checkpoint has the state of this optimizer")
+    ] = key(
+        "adamw",
+        "`adamw`; `muon`, or `adamw8bit` with moments of 8 bits on one rank: of the matrices in "
+        "layers, and AdamW of embeddings, head, norms and biases (docs/engines.md).",
+    )
+    learning_rate: float = key(1e-5, "Peak learning rate.", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = key(
         "constant",
         "Learning rate after the warm-up: constant, or down to `schedule_floor` at the last step.",
@@ -378,7 +402,7 @@ class TrainSection(Strategies, Section):
     )
     warmup_steps: StepsOrZero = key(0, "Steps in which the learning rate rises from 0.")
     weight_decay: float = key(
-        0.0, "Weight decay of AdamW, of matrices: no bias, norm or attention sink decays.", ge=0
+        0.0, "Weight decay of matrices: no bias, norm or attention sink decays.", ge=0
     )
     betas: Betas = key((0.9, 0.95), "Decay rates of AdamW's two moments.")
     grad_clip: float = key(1.0, "Largest norm of the gradient; a larger one is scaled down.", gt=0)
@@ -403,6 +427,18 @@ class TrainSection(Strategies, Section):
         "Of a model with experts: train with the trainer's `own` choices, or `replay` those of the "
         "rollout engine.",
     )
+    router_loss: float = key(
+        0.0,
+        "Of a model with experts: coefficient of the loss that balances their load, at the cost of "
+        "one more forward pass (docs/engines.md). 0: none.",
+        ge=0,
+    )
+    router_bias_rate: float = key(
+        0.0,
+        "Of a model whose routers choose by a bias (DeepSeek-V3's): by how much each step moves "
+        "the biases, which balances the load of experts without a loss. 0: they stay.",
+        ge=0,
+    )
     threads: CountOrZero = key(
         0,
         "CPU threads of one rank, also of a critic of its own. 0: the launcher divides the cores.",
@@ -423,7 +459,7 @@ class CriticSection(RankSizes, Section):
         min_length=1,
     )
     learning_rate: float | None = key(
-        None, "Peak learning rate of AdamW. Default: `train.learning_rate`.", gt=0
+        None, "Peak learning rate. Default: `train.learning_rate`.", gt=0
     )
     dp: Count = key(1, "Data-parallel ranks, as `train.dp`; default 1, whatever that is.")
     tp: Count = key(1, "Tensor-parallel ranks, as `train.tp`; default 1, whatever that is.")
