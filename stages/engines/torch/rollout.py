@@ -74,7 +74,8 @@ class TorchRolloutEngine:
     longrope takes its long factors for all sequences; train engines of the run get the same.
     ``adapters``: the weights that the engine takes are those of adapters beside the model's linear
     layers; it begins with ``first`` of them, or zeros. ``routed_experts``: completions have the
-    experts that the model's routers chose. Raises ``ValueError`` for a model that keeps its own
+    experts that the model's routers chose. ``router_biases``: the weights that the engine takes have
+    the biases of routers too. Raises ``ValueError`` for a model that keeps its own
     attention, or cannot have the adapters.
     """
 
@@ -97,11 +98,16 @@ class TorchRolloutEngine:
         context: int | None = None,
         routed_experts: bool = False,
         sampled: int | None = None,
+        router_biases: bool = False,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError(
                 f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1"
             )
+        if router_biases:
+            from stages.engines.torch.model.balance import biases_as_parameters
+
+            biases_as_parameters(model)
         chosen = devices.select() if device is None else torch.device(device)
         static = chosen.type != "cpu" if accelerated is None else accelerated
         self._decoder = run_in_temporary_thread(

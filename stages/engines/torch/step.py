@@ -148,6 +148,11 @@ class TrainingStep:
         if model.expert_load is not None:
             model.expert_load.counts.zero_()
         micro_batches = [partial(rows.pack, pieces) for pieces in plan]
+        if model.router_loss is not None:
+            # a forward pass for the counts alone
+            with torch.no_grad(), model.router_loss.counting(parallel.total_of_tokens):
+                parallel.runner.score(micro_batches, mini_batch.passes)
+            parallel.reshard()
         parallel.runner.learn(micro_batches, mini_batch.passes, loss_of)
 
         fed = sum(
@@ -162,6 +167,8 @@ class TrainingStep:
         gap, metrics = split_gap(reduced)
         if model.routing is not None:
             gap |= model.routing.metrics(parallel.total_of_tokens)
+        if model.router_loss is not None:
+            gap |= model.router_loss.metrics(parallel.total_of_tokens)
         if math.isfinite(of_engine["loss"]):
             metrics = algorithm.finish(metrics)
         return {**of_engine, **gap, **metrics}
@@ -238,7 +245,8 @@ class TrainingStep:
         masks_of = None if PROBE in batch else model.masks_of
         layout = self._parallel.coordinates.layout
         is_ring = layout.cp > 1 and layout.context_parallel == "ring"
-        return Rows.of(batch, model.device, experts, masks_of, expanded=is_ring)
+        counted = model.counts_tokens
+        return Rows.of(batch, model.device, experts, masks_of, expanded=is_ring, counted=counted)
 
     def _plan(self, groups: Sequence[Group], *, whole: bool = False) -> list[list[Piece]]:
         shapes = [group.shape for group in groups]

@@ -32,6 +32,7 @@ from stages.engines.torch.model.token_logprobs import TokenLogprobs, scaled_logi
 from stages.model.files import WeightFiles
 
 if TYPE_CHECKING:
+    from stages.engines.torch.model.balance import RouterBias, RouterLoss
     from stages.engines.torch.model.expert_load import ExpertLoad
     from stages.engines.torch.model.expert_routing import RoutingReplay
 
@@ -57,6 +58,8 @@ class PackedModel:
         context: int | None,
         vocabulary: int | None,
         masks_of: MasksOf | None,
+        router_loss: float = 0.0,
+        router_bias_rate: float = 0.0,
     ) -> None:
         self.model = model
         self.device = device
@@ -77,6 +80,16 @@ class PackedModel:
 
             self.routing = RoutingReplay(model, self.feeding)
             self.expert_load = ExpertLoad(model, device)
+        self.router_loss: RouterLoss | None = None
+        if router_loss:
+            from stages.engines.torch.model.balance import RouterLoss
+
+            self.router_loss = RouterLoss(model, self.feeding, device, router_loss)
+        self.router_bias: RouterBias | None = None
+        if router_bias_rate:
+            from stages.engines.torch.model.balance import RouterBias
+
+            self.router_bias = RouterBias(model, self.feeding, device, router_bias_rate)
         _prepare(model, activation_checkpointing)
         if device.type == "cpu" and kernels == "auto":
             use_fast_norms(model)
@@ -88,6 +101,16 @@ class PackedModel:
             self._adapter_config = add_adapters(model, adapters)
         self._plain_forward = model.forward
         self.value_head = value_head(model, device) if has_values else {}
+
+    @property
+    def router_biases(self) -> dict[str, torch.Tensor]:
+        """Return the biases of routers by name, where steps move them."""
+        return {} if self.router_bias is None else self.router_bias.biases(self.model)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether micro-batches say which of their tokens count for the balance of experts."""
+        return self.router_loss is not None or self.router_bias is not None
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the model that are trained, by name, tied ones once."""

@@ -34,7 +34,7 @@ from stages.engines.torch.model.attention import (
     wide,
 )
 from stages.engines.torch.model.attention_interface import state_of
-from stages.flow.catalogue import BRANCHES
+from stages.flow.catalogue import BRANCHES, MASK
 
 # name of shared_prompt_attention in transformers' attention interface
 ATTENTION = "asyncdock_shared_prompt"
@@ -116,6 +116,8 @@ class PackedBatch:
     longest: int  # tokens of a sequence that are fed
     # uint8 or int16 [S, layers * top-k] that routers choose; None: as they do
     experts: torch.Tensor | None = None
+    # bool [S]: generated tokens, whose experts are balanced; None: they are not counted
+    counted: torch.Tensor | None = None
     # instead of attention(), where ranks have a part of the S each
     attend: Callable[..., torch.Tensor] | None = None
     # uint8 [U, V / 8]: bits of the tokens that have a probability; None: all
@@ -188,6 +190,10 @@ class Rows:
     candidates: torch.Tensor | None = None
     """Integers [T, k]: tokens whose logprobs are wanted beside that of each response token."""
 
+    generated: Sequence[torch.Tensor] | None = None
+    """Bool, by row number: which tokens of a response the policy has generated. None: these are not
+    counted."""
+
     @classmethod
     def of(
         cls,
@@ -197,6 +203,7 @@ class Rows:
         masks_of: MasksOf | None = None,
         *,
         expanded: bool = False,
+        counted: bool = False,
     ) -> Rows:
         """Return the rows of ``batch``: groups in the order of their numbers, their rows by place.
 
@@ -231,7 +238,18 @@ class Rows:
             fed = (_fed(branches.get(n, ()), lengths[n], expanded=expanded) for n in numbers)
             shape = GroupShape(len(prompt), tuple(1 + tokens for tokens in fed))
             groups.append(Group(group, prompt, places, numbers, shape))
-        return cls(groups, column, column.rows(), experts, device, masks_of, branches, expanded)
+        responses = column.rows()
+        generated = None
+        if counted:
+            has_masks = MASK in batch and not branches
+            generated = (
+                ragged(batch, MASK).rows()
+                if has_masks
+                else [torch.ones_like(response, dtype=torch.bool) for response in responses]
+            )
+        return cls(
+            *(groups, column, responses, experts, device, masks_of, branches, expanded, generated)
+        )
 
     def numbers(self, piece: Piece) -> list[int]:
         """Return the row numbers of ``piece``, which is of :attr:`groups`."""
@@ -248,6 +266,7 @@ class Rows:
         prompts = [self.groups[piece.group].prompt for piece in pieces]
         branches = [[self.branches.get(number, ()) for number in of_piece] for of_piece in numbers]
         has_branches = any(any(of_piece) for of_piece in branches)
+        generated = self.generated and [[self.generated[row] for row in rows] for rows in numbers]
         packed = pack(
             prompts,
             responses,
@@ -256,6 +275,7 @@ class Rows:
             self.masks_of,
             branches if has_branches else (),
             expanded=self.expanded,
+            generated=generated,
         )
         if self.candidates is None:
             return packed
@@ -291,11 +311,13 @@ def pack(
     branches: Sequence[Sequence[Sequence[Branch]]] = (),
     *,
     expanded: bool = False,
+    generated: Sequence[Sequence[torch.Tensor]] | None = None,
 ) -> PackedBatch:
     """Pack ``rows[i]``, the responses to ``prompts[i]``, longer ones first. The T tokens are
     counted in this order. ``experts[i]``: the choices that routers follow, of the fed tokens of
     these rows; a prompt takes those of its first. ``branches[i]``: of these rows; ``expanded``: each
-    is fed with its path. ``masks_of``: see :class:`PackedBatch`."""
+    is fed with its path. ``masks_of``: see :class:`PackedBatch`. ``generated[i]``: of these rows,
+    the tokens that are counted."""
     if branches:
         from stages.engines.torch.model.branched import in_order_of_rows, places_of, strands_of
 
@@ -350,6 +372,10 @@ def pack(
         for prompt, row_experts in pairs
         for part in (row_experts[0][: len(prompt)], *(row[len(prompt) :] for row in row_experts))
     ]
+    counted: list[torch.Tensor] = []
+    for prompt, of_piece, of_rows in zip(prompts, strands, generated or (), strict=False):
+        counted.append(torch.zeros(len(prompt), dtype=torch.bool))
+        counted += [of_rows[strand.row][: strand.fed] for strand in of_piece]
     return PackedBatch(
         ids=torch.cat(ids)[None].to(device),
         positions=positions[None].to(device),
@@ -360,6 +386,7 @@ def pack(
         longest=int((np.array(firsts) + sizes).max()),
         experts=torch.cat(chosen).to(device) if chosen else None,
         masks=None if masks is None else masks.to(device),
+        counted=torch.cat(counted).to(device) if counted else None,
     )
 
 

@@ -62,8 +62,14 @@ def divide(packed: PackedBatch, group: dist.ProcessGroup, method: ContextParalle
         targets=packed.targets[targets[rank].to(device)],
         experts=None if packed.experts is None else packed.experts[local_tokens],
         attend=attend,
+        counted=_own_counted(packed.counted, parts[rank].to(device)),
     )
     return Share(fed, partial(_whole, inverse(targets, len(predicts)).to(device), group))
+
+
+def _own_counted(counted: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor | None:
+    """Return those of ``counted`` at the places ``own``, which are -1 for tokens fed again."""
+    return None if counted is None else counted[own.clamp(min=0)] & (own >= 0)
 
 
 def _whole(predicted: torch.Tensor, group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:

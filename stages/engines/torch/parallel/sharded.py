@@ -37,9 +37,9 @@ from transformers import PreTrainedModel
 from stages import device as devices
 from stages.adapters.export import base_weights
 from stages.adapters.training import fill_adapters
-from stages.engines.torch.model.optimizer import bound_gradients
 from stages.engines.torch.model.packed_model import PackedModel
 from stages.engines.torch.model.packing import PackedBatch
+from stages.engines.torch.optimizers.weights import bound_gradients
 from stages.engines.torch.parallel.collectives import own_slice
 from stages.engines.torch.parallel.context import divide
 from stages.engines.torch.parallel.experts import deal_experts
@@ -185,16 +185,20 @@ class Sharded(Parallel):
 
     def _share(self, packed: PackedBatch) -> Share:
         """Return this rank's tokens of ``packed``, with the experts of those that its routers
-        see."""
+        see, and which of them are counted."""
         cp = self.meshes.cp
         tp = self.meshes.tp
         share = Share(packed)
         if cp is not None:
             share = divide(packed, cp.get_group(), self.coordinates.layout.context_parallel)
-        if tp is None or share.fed.experts is None:
+        if tp is None:
             return share
-        experts = own_slice(share.fed.experts, tp.get_group())
-        return replace(share, fed=replace(share.fed, experts=experts))
+        seen = {"experts": share.fed.experts, "counted": share.fed.counted}
+        own = {
+            name: value if value is None else own_slice(value, tp.get_group())
+            for name, value in seen.items()
+        }
+        return replace(share, fed=replace(share.fed, **own))
 
     def all_gather_counts(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         gathered = self._gathered(torch.tensor(counts, dtype=torch.int64))
