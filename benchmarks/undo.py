@@ -17,7 +17,6 @@ import torch
 from benchmarks.lora import in_turns, rows_of_a_step, seconds
 from stages import device as devices
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.torch.model.optimizer import changed_by_step
 from stages.engines.torch.train import TorchTrainEngine
 from stages.model.load import load_model
 
@@ -39,9 +38,7 @@ def measure(
         devices.synchronize(device)
 
     found = in_turns(lambda: train(True), lambda: train(False), repeats)
-    state = [
-        tensor for p in engine.trained.values() for tensor in changed_by_step(engine._optimizer, p)
-    ]
+    state = [tensor for p in engine.trained.values() for tensor in engine.changed_by_step(p)]
 
     def kept() -> None:
         keep(state)

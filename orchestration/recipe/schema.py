@@ -174,7 +174,7 @@ class Recipe(Section):
 
     @property
     def trained_dtype(self) -> str:
-        """Dtype of the trained weights, their gradients and AdamW's moments."""
+        """Dtype of the trained weights, their gradients and the optimizer's state."""
         return "float32" if self.mixed_precision else self.model.dtype
 
     @property

@@ -30,6 +30,7 @@ MODULES = {
     "math": ("math_verify",),
     "mlflow": ("mlflow",),
     "quickstart": ("accelerate", "gguf", "matplotlib", "reasoning_gym"),
+    "optimizers": ("torchao",),
     "ray": ("grpc", "ray", "starlette"),
     "renderers": ("renderers",),
     "s3": ("s3fs",),

@@ -32,7 +32,7 @@ from stages.calls.interface import (
 )
 from stages.calls.losses import DatumColumns, Loss, LossTokens
 from stages.calls.packing import MicroBatch, pack_data, plan
-from stages.engines.torch.model.optimizer import all_finite
+from stages.engines.torch.optimizers.weights import all_finite
 from stages.engines.torch.train import TorchTrainEngine
 from stages.resharding.tensors import empty, local_part
 

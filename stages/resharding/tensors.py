@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+
+
+class HasState(Protocol):
+    """What of an optimizer has its tensors."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
 
 
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -15,7 +23,7 @@ def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: local_part(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
-def training_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def training_state(optimizer: HasState) -> Iterator[torch.Tensor]:
     """Yield this rank's gradients and optimizer state, as local tensors."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -23,11 +31,23 @@ def training_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
                 yield local_part(parameter.grad)
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):
-                    yield local_part(value)
+                    yield from (part for _, part in plain_parts(value))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that ``tensor`` of this rank is made of, by name: of a quantised one its
+    codes and scales, of a plain one itself, named ""."""
+    local = local_part(tensor)
+    if not hasattr(local, "__tensor_flatten__"):
+        yield "", local
+        return
+    names, _ = local.__tensor_flatten__()
+    for name in names:
+        yield name, getattr(local, name)
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:

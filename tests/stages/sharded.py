@@ -318,8 +318,9 @@ def whole_state(engine: Any) -> dict[str, Any]:
     state = engine.state_dict()
     tensors = {
         f"{part}/{name}": whole(value)
-        for part in ("model", "exp_avg", "exp_avg_sq")
-        for name, value in state[part].items()
+        for part, values in state.items()
+        if isinstance(values, dict)
+        for name, value in values.items()
     }
     return {**_plain(tensors), "step": state["step"]}
 

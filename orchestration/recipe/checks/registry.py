@@ -53,6 +53,7 @@ SUBJECTS = {
     "examples": ("model.vocabulary", *(f"prompts.{name}" for name in CHAT)),
     "environment": ("environment",),
     "teacher": ("teacher",),
+    "training": tuple(f"train.{name}" for name in ("optimizer", "router_loss", "router_bias_rate")),
 }
 
 Check = Callable[[Recipe], Iterator[Problem]]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from orchestration.recipe.flow import computes_reference
 from orchestration.recipe.model_files import experts_of
+from stages.engines.optimizers import OPTIMIZERS
 from stages.parallel.options import STRATEGIES, Strategies
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ def layer_bytes(sizes: Sizes, item: int, tokens: int) -> int:
 
 def train_state(recipe: Recipe, sizes: Sizes | None, parameters: int, learned: int) -> Parts:
     """Bytes that one rank of a train engine holds from step to step, by part: its shares of
-    weights, AdamW's two moments and gradients in the dtype in which they are trained; one rank
-    alone also the copy in which it computes. ``checkpoint copy``: host memory, from which
+    weights, optimizer state and gradients in the dtype in which they are trained; one rank alone
+    also the copy in which it computes. ``checkpoint copy``: host memory, from which
     checkpoints are written beside training. ``learned``: parameters that are trained; beside
     adapters the others are frozen. ``sizes``: None where they are not known."""
     train = recipe.train
@@ -166,12 +167,23 @@ def train_state(recipe: Recipe, sizes: Sizes | None, parameters: int, learned: i
     trained = share * ITEM_BYTES[recipe.trained_dtype]
     frozen = -(-parameters // train.shards) * item if recipe.adapters else 0
     copy = learned * item if recipe.mixed_precision and train.ranks == 1 else 0
+    optimizer = optimizer_bytes(recipe, sizes, share, train.shards)
     return {
         "weights": frozen + trained + copy,
-        "optimizer": 2 * trained,
+        "optimizer": optimizer,
         "gradients": trained,
-        "checkpoint copy": 3 * trained,
+        "checkpoint copy": trained + optimizer,
     }
+
+
+def optimizer_bytes(recipe: Recipe, sizes: Sizes | None, learned: int, shards: int = 1) -> int:
+    """Bytes of the optimizer's state of ``learned`` parameters, one of so many ``shards`` of the
+    trained ones."""
+    others = 0
+    if sizes is not None and not recipe.adapters:
+        others = min(learned, -(-sizes.outside // shards))
+    kind = OPTIMIZERS[recipe.train.optimizer]
+    return kind.state_bytes(learned - others, others, ITEM_BYTES[recipe.trained_dtype])
 
 
 def rollout_state(recipe: Recipe, parameters: int, learned: int) -> Parts:

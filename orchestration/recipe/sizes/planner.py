@@ -21,6 +21,7 @@ from orchestration.recipe.sizes.memory_parts import (
     Sizes,
     cache_bytes,
     memory,
+    optimizer_bytes,
     rollout_state,
     train_state,
 )
@@ -319,11 +320,14 @@ def _state_of(source: str, dtype: str) -> ModelState:
 
 
 def held_bytes(recipe: Recipe, source: Placement) -> tuple[int, ...]:
-    """Bytes that each rank holds beside the weights that it trains, between two steps: AdamW's
-    moments, and with mixed precision on one rank the copy in which it computes."""
-    from stages.resharding.plan import adamw_bytes
-
-    of_state = adamw_bytes(source, gradients=False)
+    """Bytes that each rank holds beside the weights that it trains, between two steps: the
+    optimizer's state, and with mixed precision on one rank the copy in which it computes."""
+    sizes = Sizes.of(config_of(recipe.model.source))
+    item = ITEM_BYTES[recipe.trained_dtype]
+    of_state = tuple(
+        optimizer_bytes(recipe, sizes, source.nbytes(rank) // item, source.world)
+        for rank in range(source.world)
+    )
     if not (recipe.mixed_precision and source.world == 1):
         return of_state
     return (
@@ -449,8 +453,8 @@ def parameters_of_source(source: str) -> int | None:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Bytes of one checkpoint: the model in its dtype, and the trained weights with AdamW's two
-    moments; and of a critic of its own the same."""
+    """Bytes of one checkpoint: the model in its dtype, and the trained weights with the optimizer's
+    state; and of a critic of its own the same."""
     if not recipe.runs_stage("update"):
         return 0
     critic = (
@@ -462,16 +466,14 @@ def checkpoint_bytes(recipe: Recipe) -> int:
     weights = ((parameters_of(recipe) or 0) + beside + (critic or 0)) * ITEM_BYTES[
         recipe.model.dtype
     ]
-    return weights + _saved_bytes(recipe) + 3 * (critic or 0) * ITEM_BYTES[recipe.trained_dtype]
+    trained = trained_parameters(recipe) or 0
+    return weights + sum(_trained_bytes(recipe, count) for count in (trained, critic or 0))
 
 
-def _saved_bytes(recipe: Recipe) -> int:
-    """Bytes of the trained weights and AdamW's two moments."""
-    return (
-        3 * (trained_parameters(recipe) or 0) * ITEM_BYTES[recipe.trained_dtype]
-        if recipe.runs_stage("update")
-        else 0
-    )
+def _trained_bytes(recipe: Recipe, trained: int) -> int:
+    """Bytes of so many ``trained`` weights and the optimizer's state of them."""
+    sizes = Sizes.of(config_of(recipe.model.source))
+    return trained * ITEM_BYTES[recipe.trained_dtype] + optimizer_bytes(recipe, sizes, trained)
 
 
 def heads_of(source: str) -> dict[str, int]:

@@ -25,22 +25,18 @@ from stages import device as devices
 from stages.adapters.options import AdapterOptions
 from stages.algorithms.batch import TrainBatch, over_steps
 from stages.algorithms.named import AlgorithmLike
-from stages.engines.torch.model.optimizer import (
-    Schedule,
-    Undo,
-    adamw,
-    add_value_head,
-    all_finite,
-    changed_by_step,
-    learning_rates_at,
-    moments_of,
-    renew,
-    set_adam,
-    set_rates,
-    zero_gradients,
-)
 from stages.engines.torch.model.packed_model import Kernels, Outputs, PackedModel
 from stages.engines.torch.model.packing import MasksOf
+from stages.engines.torch.optimizers.interface import (
+    COUNT,
+    Trained,
+    hidden_matrices,
+    make,
+    saved_state,
+    set_rates,
+)
+from stages.engines.torch.optimizers.rates import Schedule, learning_rates_at
+from stages.engines.torch.optimizers.weights import Undo, all_finite, renew, zero_gradients
 from stages.engines.torch.parallel.interface import Parallel
 from stages.engines.torch.parallel.runner import LossOf, Packing
 from stages.engines.torch.step import MiniBatch, TrainingStep
@@ -48,6 +44,7 @@ from stages.model.files import copy_part
 from stages.resharding.tensors import local_part, local_weights, training_state
 
 Result = TypeVar("Result")
+COUNTS = {"step", "version"}  # what a state has beside tables of tensors
 
 
 def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
@@ -83,7 +80,10 @@ class TorchTrainEngine:
     functions of the device. ``compute``: dtype of the arithmetic and of :meth:`weights` (default:
     the model's). A lower one than the model's is mixed precision: ``model`` becomes a copy in it,
     renewed after each step; the weights that it had are the master weights, in whose dtype
-    gradients are added up and clipped and AdamW works. Checkpoints hold the master weights.
+    gradients are added up and clipped and the optimizer works. Checkpoints hold the master
+    weights.
+
+    ``optimizer``: a name of ``OPTIMIZERS`` (stages/engines/optimizers.py).
 
     ``undoable``: keep what :meth:`undo` takes for batches of one optimizer step too.
 
@@ -92,6 +92,10 @@ class TorchTrainEngine:
     longrope takes its long factors for all sequences. ``vocabulary``: only so many of the first
     tokens have a probability; None: all that the model's head has. ``masks_of``: of a response, the
     tokens that have one at each of its places, where it was sampled with a structure.
+
+    ``router_loss``: coefficient of the loss that balances the load of experts, at the cost of one
+    more forward pass. ``router_bias_rate``: by how much each step moves the biases of routers to
+    the same end; they are in :meth:`weights` then. Both: stages/engines/torch/model/balance.py.
 
     ``adapters``: freeze the model, and train low-rank matrices beside its linear layers. They alone
     are in :meth:`weights` and :meth:`state_dict`; an export is the merged model, and beside its
@@ -118,6 +122,7 @@ class TorchTrainEngine:
         warmup_steps: int = 0,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
+        optimizer: str = "adamw",
         grad_clip: float | None = 1.0,
         token_budget: int | None = None,
         temperature: float = 1.0,
@@ -129,6 +134,8 @@ class TorchTrainEngine:
         adapters: AdapterOptions | None = None,
         context: int | None = None,
         vocabulary: int | None = None,
+        router_loss: float = 0.0,
+        router_bias_rate: float = 0.0,
         masks_of: MasksOf | None = None,
         threads: int | None = None,
         device: torch.device | str | None = None,
@@ -168,15 +175,18 @@ class TorchTrainEngine:
             context=context,
             vocabulary=vocabulary,
             masks_of=masks_of,
+            router_loss=router_loss,
+            router_bias_rate=router_bias_rate,
         )
         budget = token_budget and token_budget * self.parallel.token_ranks
         self._training = TrainingStep(self.packed_model, self.parallel, budget)
+        hidden = hidden_matrices(model)
         placed = self.parallel.place(self.packed_model, compute or model.dtype)
         self.checkpoint_group = self.parallel.checkpoint_group
         self.value_head = self.packed_model.value_head
         self.trained = {**placed, **self.value_head}
-        self._optimizer = adamw(placed, learning_rate, betas, weight_decay)
-        add_value_head(self._optimizer, self.value_head, weight_decay)
+        trained = Trained(placed, self.value_head, hidden, self.parallel.saved)
+        self._optimizer = make(optimizer, trained, learning_rate, betas, weight_decay)
 
     def shards(self) -> dict[str, torch.Tensor]:
         """Return the weights that are trained, as this process holds them, by name, tied ones once:
@@ -239,15 +249,16 @@ class TorchTrainEngine:
         )
         rates = set_rates(self._optimizer, of_policy * algorithm.signal(train_batch), of_values)
         mini_batches *= algorithm.epochs
-        # AdamW moves a weight by a few times the learning rate at most, so one step overflows only
-        # with a very large one.
+        # A step moves a weight by a few times the learning rate at most (Muon: times a root of the
+        # matrix's size), so one step overflows only with a very large one.
         overflows = any(
             options["lr"] * max(1.0, options["weight_decay"]) > 1
             for options in self._optimizer.param_groups
         )
         if self._undoable or overflows or len(mini_batches) > 1:
-            changed = [changed_by_step(self._optimizer, p) for p in self.trained.values()]
-            self._undo.keep(list(chain.from_iterable(changed)))
+            changed = [*map(self.changed_by_step, self.trained.values())]
+            changed.append([*self.packed_model.router_biases.values()])
+            self._undo.keep([*chain.from_iterable(changed)])
         steps = []
         for mini_batch in mini_batches:
             metrics = self.forward_backward(mini_batch, algorithm)
@@ -289,14 +300,18 @@ class TorchTrainEngine:
 
     def set_adam(self, *, grad_clip: float | None, **options: Any) -> None:
         """Set what the next optimizer steps clip gradients to, and ``options`` of
-        :func:`stages.engines.torch.model.optimizer.set_adam`."""
+        :meth:`stages.engines.torch.optimizers.adamw.AdamW.set_adam`."""
         self._grad_clip = grad_clip
-        set_adam(self._optimizer, **options)
+        self._optimizer.set_adam(**options)  # type: ignore[attr-defined]
+
+    def changed_by_step(self, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+        """Return all that an optimizer step changes of ``parameter``."""
+        return [parameter.detach(), *self._optimizer.state_of(parameter).values()]
 
     @_repeatable
     def optimizer_step(self, loss: float = 0.0) -> float:
-        """Clip the gradients of the forward and backward passes since the last call, make AdamW's
-        step with them, and forget them. Return their norm before.
+        """Clip the gradients of the forward and backward passes since the last call, make the
+        optimizer's step with them, and forget them. Return their norm before.
 
         Raises FloatingPointError on all ranks, and takes no step, where the norm or the ``loss`` of
         one is not finite."""
@@ -316,6 +331,8 @@ class TorchTrainEngine:
                 )
             self._undo.wait()
             self._optimizer.step()
+            if self.packed_model.router_bias is not None:
+                self.packed_model.router_bias.step(self.parallel.total_of_tokens)
             renew(self.parallel.copies, self.trained)
             self.step += 1
         finally:
@@ -345,29 +362,26 @@ class TorchTrainEngine:
         return logprobs.jagged(), tokens.jagged()
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.parallel.weights()
+        return chain(self.parallel.weights(), self.packed_model.router_biases.items())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the live tensors (not copies) of the model and of AdamW's moments, by parameter
-        name, tied ones once, and the numbers of optimizer steps and of train batches. Names and
-        shapes do not depend on the layout, nor on whether ``model`` is the master weights."""
+        """Return the live tensors (not copies) of the model and of the optimizer's state, by part
+        and parameter name, tied ones once, and the numbers of optimizer steps and of train batches.
+        Names and shapes do not depend on the layout, nor on whether ``model`` is the master
+        weights."""
         extra_names = [*self.parallel.copies, *self.value_head]
         model = self.model.state_dict() | {
             name: self.trained[name].detach() for name in extra_names
         }
         once = {name for name, _ in self.model.named_parameters()}
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
-        moments = {
-            moment: {
-                name: self.parallel.saved(name, moments_of(self._optimizer, p)[moment])
-                for name, p in self.trained.items()
-            }
-            for moment in ("exp_avg", "exp_avg_sq")
-        }
+        state: dict[str, dict[str, torch.Tensor]] = {}
+        for part, name, value in saved_state(self._optimizer, self.trained):
+            state.setdefault(part, {})[name] = self.parallel.saved(name, value)
         unsaved_names = model.keys() - self.trained.keys() if self.packed_model.adapters else tied
         return {
             "model": {n: value for n, value in model.items() if n not in unsaved_names},
-            **moments,
+            **state,
             "step": self.step,
             "version": self.version,
         }
@@ -380,7 +394,7 @@ class TorchTrainEngine:
         """
         current = self.state_dict()
         _check_names(current, state)
-        for part in ("model", "exp_avg", "exp_avg_sq"):
+        for part in current.keys() - COUNTS:
             for name, value in current[part].items():
                 source = state[part][name]
                 if isinstance(value, DTensor) and not isinstance(source, DTensor):
@@ -392,7 +406,8 @@ class TorchTrainEngine:
         self.version = state["version"]
         self._undo.forget()
         for parameter in self.trained.values():
-            moments_of(self._optimizer, parameter)["step"].fill_(self.step)
+            if (count := self._optimizer.state_of(parameter).get(COUNT)) is not None:
+                count.fill_(self.step)
 
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
         self.parallel.save_pretrained(path, state)
@@ -405,14 +420,16 @@ class TorchTrainEngine:
         self.parallel.close()
 
     def forget_gradients(self) -> None:
+        if self.packed_model.router_bias is not None:
+            self.packed_model.router_bias.counts.zero_()
         self._optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)  # of several ranks: not the optimizer's parameters
 
 
 def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    for part in ("model", "exp_avg", "exp_avg_sq"):
-        if other := mine[part].keys() ^ state[part].keys():
+    for part in sorted((mine.keys() | state.keys()) - COUNTS):
+        if other := mine.get(part, {}).keys() ^ state.get(part, {}).keys():
             raise ValueError(
                 f"state: {part} differs from the model's in {sorted(other)[:4]}; was "
-                f"it saved of another?"
+                f"it saved of another model or optimizer?"
             )

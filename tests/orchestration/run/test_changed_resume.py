@@ -13,7 +13,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.run.execution import Execution, RunResult
 from orchestration.run.folder import RunFolder
 from orchestration.state.lock import RunError
-from stages.engines.torch.model.optimizer import learning_rate_at
+from stages.engines.torch.optimizers.rates import learning_rate_at
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained, weights_of
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, recipe
 

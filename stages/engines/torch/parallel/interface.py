@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from stages.engines.torch.model.optimizer import bound_gradients, master_weights
 from stages.engines.torch.model.packed_model import PackedModel
+from stages.engines.torch.optimizers.weights import bound_gradients, master_weights
 from stages.engines.torch.parallel.runner import MicroBatchRunner, install_packed_attention
 from stages.parallel.layout import ALONE, RankCoordinates
 

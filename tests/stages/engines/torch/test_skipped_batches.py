@@ -19,7 +19,7 @@ from stages.algorithms import AlgorithmError, NamedAlgorithm
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.policy_gradient.ppo import PPO
 from stages.engines.torch.critic import TorchCriticEngine
-from stages.engines.torch.model.optimizer import Undo, all_finite
+from stages.engines.torch.optimizers.weights import Undo, all_finite
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch
 from tests.ranks import of_product

@@ -20,7 +20,7 @@ from stages.algorithms import Algorithm, LossOutput, TokenBatch
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.plans import GroupShape, plan_micro_batches
 from stages.engines.torch.model import token_logprobs
-from stages.engines.torch.model.optimizer import learning_rate_at
+from stages.engines.torch.optimizers.rates import learning_rate_at
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 

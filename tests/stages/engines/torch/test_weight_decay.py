@@ -17,7 +17,7 @@ from stages.adapters.training import add_adapters
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.torch.critic import TorchCriticEngine
 from stages.engines.torch.model.expert_load import expert_modules
-from stages.engines.torch.model.optimizer import is_decayed
+from stages.engines.torch.optimizers.interface import is_decayed
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch
 

@@ -1,0 +1,1 @@
+"""Optimizers of the torch train engine; their names: stages/engines/optimizers.py."""
