@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from stages.engines.protocols import CONTROL
 from stages.model.manifest import FilesDamaged
 
 METADATA = ".metadata"
@@ -96,7 +97,13 @@ class Planner(dcp.DefaultLoadPlanner):
 
 def load(state: dict[str, Any], reader: dcp.FileSystemReader, *, no_dist: bool) -> None:
     """Fill the tensors and numbers of the nested ``state`` from the checkpoint of ``reader``, on
-    all ranks unless ``no_dist``. Raises ShardsRefused, and CheckpointException with it."""
+    all ranks unless ``no_dist``; ``state`` also gets the numbers of an algorithm's control that
+    are stored. Raises ShardsRefused, and CheckpointException with it."""
+    stored = (name.partition(".") for name in reader.read_metadata().state_dict_metadata)
+    if control := {name: 0.0 for part, _, name in stored if part == CONTROL}:
+        state[CONTROL] = control
+    else:
+        state.pop(CONTROL, None)
     dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=no_dist)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -62,7 +63,8 @@ class TrainBatch:
     ``trained`` int64 [B] counts the tokens of each row that are.
 
     ``total`` adds a tensor up over all ranks, for statistics of the whole train batch.
-    ``computed``: ragged columns [T, …] that the model in training has made.
+    ``computed``: ragged columns [T, …] that the model in training has made. ``control``: the numbers
+    of :attr:`TokenBatch.control`.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class TrainBatch:
         algorithm: TrainedAlgorithm,
         total: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
         computed: Mapping[str, torch.Tensor] | None = None,
+        control: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        self._control = control
         self._responses = ragged(batch, "response_ids")
         self.lengths = self._responses.lengths()
         self.row = torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
@@ -213,10 +217,15 @@ class TrainBatch:
             candidates=candidates,
             age=None if self.age is None else self.age[index].to(device),
             weight=None if self.weight is None else self.weight[at][row].to(device),
-            sequence=self.sequence[index].unique(return_inverse=True)[1].to(device)
-            if is_branched
-            else None,
+            sequence=self._sequences_of(index, row).to(device) if is_branched else None,
+            control=self._control,
         )
+
+    def _sequences_of(self, index: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """Return int64 [T], the sequence of each token of a micro-batch: ``index`` of the batch,
+        in its ``row``. Rows that are there twice have sequences of their own."""
+        count = len(self.row) + 1
+        return (row * count + self.sequence[index]).unique(return_inverse=True)[1]
 
 
 def _sequences(responses: Packed, branches: Packed) -> torch.Tensor:

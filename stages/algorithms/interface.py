@@ -5,6 +5,7 @@ Importing this needs no torch.
 scores: columns that a model computes ─┐
 reward … ─▶ credit(one group) ─▶ columns ─┴▶ prepare(one train batch) ─▶ loss(tokens of a micro-batch) ─▶ finish(metrics)
                └▶ Drop: the group leaves the run            └── epochs × mini_batches optimizer steps of each batch ──┘
+                                                                          └▶ control: numbers for the loss of the next batch
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class Algorithm(BaseModel, ABC):
     @property
     def scores(self) -> Mapping[str, RunsOn]:
         """Columns that a model computes, and which one: a frozen model or a critic, each a stage of
-        the flow; or, before the first optimizer step of a train batch, the policy (logprobs) or its
-        value head (values)."""
+        the flow; or, before the first optimizer step of a train batch, the policy (logprobs, or
+        entropies) or its value head (values)."""
         return {}
 
     @property
@@ -161,6 +162,23 @@ class Algorithm(BaseModel, ABC):
         from, in [0, 1]. The learning rate of the batch's steps is multiplied by it."""
         return 1.0
 
+    @property
+    def drawn_by(self) -> str:
+        """The column, with one value in each row, by which :meth:`draw` chooses what is trained on.
+
+        "": each row is, in one of the mini-batches."""
+        return ""
+
+    def draw(
+        self, rows: Mapping[int, Mapping[int, float]], version: int
+    ) -> Sequence[Mapping[int, tuple[int, ...]]]:
+        """Return what each optimizer step of the train batch ``version`` trains on: places of rows
+        by group, repeated where a row counts several times; at most :attr:`mini_batches` of them.
+
+        ``rows``: by group and place, the column :attr:`drawn_by` of the rows of all ranks that have
+        tokens to train on. All ranks make this call, and must get the same."""
+        raise NotImplementedError
+
     @abstractmethod
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """Return the micro-batch's share of the loss."""
@@ -170,6 +188,20 @@ class Algorithm(BaseModel, ABC):
         """The column of token ids, ``int32 ragged [k]``, whose logprobs under the weights being
         trained the loss reads as ``tokens.candidates``; "": none."""
         return ""
+
+    @property
+    def control_begins(self) -> Mapping[str, float]:
+        """The numbers that :meth:`loss` finds in ``tokens.control`` of the first train batch.
+
+        They are in checkpoints, and reported as metrics of the batch that they were used for."""
+        return {}
+
+    def control(
+        self, numbers: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        """Return the numbers for the next train batch, after one that was trained with ``numbers``
+        and gave ``metrics``."""
+        return numbers
 
     @property
     def policy_begins(self) -> int:

@@ -142,6 +142,32 @@ class NamedAlgorithm:
             raise self._wrong("finish", out, "a dict of numbers")
         return out
 
+    def draw(
+        self, rows: Mapping[int, Mapping[int, float]], version: int
+    ) -> Sequence[Mapping[int, tuple[int, ...]]]:
+        out: Any = self._call("draw", rows, version)
+        is_known = isinstance(out, list | tuple) and all(
+            place in rows.get(group, {})
+            for mini_batch in out
+            for group, places in mini_batch.items()
+            for place in places
+        )
+        if not is_known or not 0 < len(out) <= self.algorithm.mini_batches:
+            wanted = f"places of the rows for 1 to {self.algorithm.mini_batches} optimizer steps"
+            raise self._wrong("draw", out, wanted)
+        return out
+
+    def control(
+        self, numbers: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        out: Any = self._call("control", numbers, metrics)
+        names = self.algorithm.control_begins.keys()
+        if not isinstance(out, Mapping) or out.keys() != names:
+            raise self._wrong("control", out, f"a dict with the numbers {sorted(names)}")
+        if not all(isinstance(number, int | float) for number in out.values()):
+            raise self._wrong("control", out, "a dict of numbers")
+        return out
+
     def _call(self, method: str, *arguments: Any) -> Any:
         function = getattr(self.algorithm, method)
         try:

@@ -52,6 +52,8 @@ class TokenBatch:
     # int64 [T], which sequence of the micro-batch a token belongs to, where a row has several: its
     # branches
     sequence: torch.Tensor | None = None
+    # of Algorithm.control, as the train batches before have left it; torch engines
+    control: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:

@@ -31,6 +31,8 @@ CHANGES = (
     *("repetition_penalty", "frequency_penalty", "presence_penalty", "min_p"),
 )
 FinishReason = Literal["stop", "length", "cut"]
+# in the state of a train engine: the numbers of an algorithm's control, where it has some
+CONTROL = "control"
 T = TypeVar("T")
 
 

@@ -73,6 +73,9 @@ TIMES = ("engine", "waiting", "environment")
 # stages/trajectories/progress.py numbers the reasons.
 ENDED: Columns = {"environment_reward": "float32", "ending": "uint8"}
 ENDING = "ending"
+# Of each response token the part of the row's reward that comes with it; NaN: none. Made by the
+# reward stage where the algorithm reads it.
+TOKEN_REWARDS = "token_rewards"
 # of that column: its environment has failed, and its group is dropped
 DROPPED_ENDING = 6
 REFERENCE: Columns = {"ref_logprobs": "float32 ragged"}
@@ -110,6 +113,7 @@ def catalogue(
     environment: bool = False,
     reference: Columns = REFERENCE,
     teacher_reads: Columns | None = None,
+    by_token: bool = False,
 ) -> list[StageDeclaration]:
     """Return the catalogue of a run with ``rewards`` reward functions, which read the columns
     ``reward_reads`` beside responses. ``source``: columns that its prompts bring. A stage of the
@@ -118,7 +122,7 @@ def catalogue(
     over, the best first. ``critic``: a critic of its own is trained in the run, and makes the
     values. ``routed``: dtype of the column of routed experts, which the rollout stage makes; "": it
     makes none. ``environment``: an environment answers the policy's turns; the two stages make the
-    response together."""
+    response together. ``by_token``: rewards are made by token, too."""
     rollout_makes = {**RESPONSE, **({ROUTED: f"{routed} ragged"} if routed else {})}
     if given_responses:
         del rollout_makes["rollout_logprobs"]
@@ -143,6 +147,7 @@ def catalogue(
             StageDeclaration(ENVIRONMENT, "groups", reads, makes),
             replace(rollout, makes={}, takes_turns_with=ENVIRONMENT),
         ]
+    trajectory = {name: TRAJECTORY[name] for name in (MASK, BRANCHES, TURN_STARTS)}
     product_stages = [
         StageDeclaration(SOURCE, "groups", {}, source, workers=0),
         *makers,
@@ -153,10 +158,14 @@ def catalogue(
                 "given": "text",
                 "fields": "text",
                 "response_ids": "int64 ragged",
-                **({name: OPTIONAL[name] for name in (MASK, BRANCHES)} if environment else {}),
+                **(trajectory if environment else {}),
                 **(reward_reads or {}),
             },
-            {"reward": "float32 finite", "scores": f"float32 [{rewards}]"},
+            {
+                "reward": "float32 finite",
+                "scores": f"float32 [{rewards}]",
+                **({TOKEN_REWARDS: "float32 ragged"} if by_token else {}),
+            },
             workers=0,
         ),
         StageDeclaration(

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from pipeline.data.columns import Column
 
 Takes = Literal["rows", "groups", "batch"]
-RunsOn = Literal["cpu", "frozen model", "policy", "value head", "base", "critic"]
+RunsOn = Literal["cpu", "frozen model", "policy", "value head", "policy entropy", "base", "critic"]
 BASE: RunsOn = "base"  # the policy without its adapters
+ENTROPY: RunsOn = "policy entropy"  # of the policy's distribution at each token, in nats
 # What the trainer computes with, before the first optimizer step of a train batch.
-IN_TRAINING: tuple[RunsOn, ...] = ("policy", "value head", BASE)
+IN_TRAINING: tuple[RunsOn, ...] = ("policy", "value head", ENTROPY, BASE)
 Columns = Mapping[str, str]  # type of each column, by name; "": any type
 
 DTYPES = [

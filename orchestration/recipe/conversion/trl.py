@@ -89,6 +89,14 @@ RULES: Mapping[str, Rule] = {
     "mask_truncated_completions": To("rollout.truncated", {True: "mask", False: None}),
     "off_policy_mask_threshold": To(f"{OPTIONS}.off_policy_mask", as_number),
     "entropy_coef": To(f"{OPTIONS}.entropy_coef", lambda value: as_number(value) or None),
+    "use_adaptive_entropy": By(f"{OPTIONS}.entropy_target"),
+    "entropy_target": By(f"{OPTIONS}.entropy_target"),
+    "entropy_coef_delta": By(f"{OPTIONS}.entropy_coef_step"),
+    "entropy_coef_max": By(f"{OPTIONS}.entropy_coef_max"),
+    "entropy_coef_min": Not("the weight of the bonus falls to 0"),
+    "top_entropy_quantile": To(
+        f"{OPTIONS}.high_entropy_share", lambda value: as_number(value) if value < 1 else None
+    ),
     "sapo_temperature_pos": To(f"{OPTIONS}.gate_positive", as_number),
     "sapo_temperature_neg": To(f"{OPTIONS}.gate_negative", as_number),
     "use_bias_correction_kl": To(f"{OPTIONS}.kl_weighted", {True: True, False: None}),
@@ -119,8 +127,6 @@ RULES: Mapping[str, Rule] = {
     "sync_ref_model": By("model.reference_every"),
     "ref_model_sync_steps": By("model.reference_every"),
     "ref_model_mixup_alpha": By("model.reference_mix"),
-    "top_entropy_quantile": Not("all tokens are learned from"),
-    "use_adaptive_entropy": Not("entropy_coef is fixed"),
     "logging_steps": Not(),
     "log_completions": Not(),
     "disable_dropout": Not(),
@@ -144,6 +150,7 @@ def convert(settings: Mapping[str, Any]) -> Conversion:
         done.put(f"{OPTIONS}.deviation_of", "batch", "scale_rewards")
     elif settings.get("scale_rewards") in ("none", False):
         done.put(f"{OPTIONS}.scale_rewards", False, "scale_rewards")
+    _entropy(settings, done)
     if "warmup_ratio" in settings and "train.steps" in done.recipe:
         share = as_number(settings["warmup_ratio"])
         done.put("train.warmup_steps", round(share * done.recipe["train.steps"]), "warmup_ratio")
@@ -183,6 +190,18 @@ def _batch(settings: Mapping[str, Any], done: Conversion) -> None:
         parts = generated // rows
         done.put("train.groups_per_step", max(1, generated // group), *names)
         done.put(f"{OPTIONS}.mini_batches", parts, "generation_batch_size", "steps_per_generation")
+
+
+def _entropy(settings: Mapping[str, Any], done: Conversion) -> None:
+    if not settings.get("use_adaptive_entropy"):
+        return
+    options = {"entropy_target": "entropy_target", "entropy_coef_delta": "entropy_coef_step"}
+    options["entropy_coef_max"] = "entropy_coef_max"
+    for name, option in options.items():
+        default = {"entropy_target": 0.2}.get(name)
+        value = settings.get(name, default)
+        if value is not None:
+            done.put(f"{OPTIONS}.{option}", as_number(value), name, "use_adaptive_entropy")
 
 
 def _clip(settings: Mapping[str, Any], done: Conversion) -> None:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import Field
 
-from stages.algorithms.interface import FOLLOWS, Algorithm, LossOutput
-from stages.algorithms.policy_gradient.kl_reward import KLCredit
+from stages.algorithms.interface import FOLLOWS, LossOutput
+from stages.algorithms.policy_gradient.terms.entropy import HIGH, EntropyTerms
+from stages.algorithms.policy_gradient.terms.kl_reward import KLCredit
 from stages.algorithms.token_batch import MOST_LOG_RATIO, TokenBatch
 from stages.flow.catalogue import TOKEN_STALENESS
 from stages.flow.declarations import Columns, Drop, RunsOn
@@ -39,7 +40,7 @@ PROXIMAL = "proximal_logprobs"
 CORRECTED_FROM = 3  # staleness bound from which ``correction = "auto"`` corrects
 
 
-class PolicyGradient(Algorithm):
+class PolicyGradient(EntropyTerms):
     """The clipped surrogate of PPO (arXiv 1707.06347, Eq. 7) on the column ``advantage``, corrected
     for staleness.
 
@@ -119,12 +120,6 @@ class PolicyGradient(Algorithm):
         "of log(rollout / current) over their tokens is above this (DeepSeek-V3.2, arXiv "
         "2512.02556, section 3.1): what the policy has moved away from teaches it nothing safe. "
         "Default: none.",
-    )
-    entropy_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the policy's entropy (nats), whose mean over tokens is subtracted "
-        "from the loss: above 0 the policy is held from becoming certain.",
     )
     loss_normalization: Literal["token", "sequence", "constant"] = Field(
         default="token",
@@ -245,6 +240,9 @@ class PolicyGradient(Algorithm):
         if self.off_policy_mask is not None:
             per_token = per_token * (stays := near_policy(tokens, self.off_policy_mask))
             means["off_policy_fraction"] = (~stays).to(ratio.dtype)
+        if self.high_entropy_share:
+            per_token = per_token * tokens[HIGH]
+            means["high_entropy_fraction"] = tokens[HIGH]
         if self.kl_coef:
             per_token = per_token + self.kl_coef * self._kl(tokens)
             means["kl_reference"] = k3(tokens)
@@ -252,12 +250,7 @@ class PolicyGradient(Algorithm):
             name: value.detach().sum() / tokens.total_tokens for name, value in means.items()
         }
         metrics["max_ratio"] = away.detach().max()
-        loss = self._mean(per_token, tokens)
-        if self.entropy_coef:
-            if tokens.entropy is None:
-                raise ValueError("entropy_coef: this train engine computes no entropy")
-            loss = loss - self.entropy_coef * tokens.mean(tokens.entropy)
-        return LossOutput(loss, metrics)
+        return LossOutput(self._mean(per_token, tokens) - self.bonus(tokens), metrics)
 
     def _kl(self, tokens: TokenBatch) -> torch.Tensor:
         """Return what is added to each token's loss [T], before ``kl_coef``."""
@@ -344,10 +337,12 @@ class GroupCompared(PolicyGradient, KLCredit):
     def signal(self, batch: TrainBatch) -> float:
         if self.kl_coef or not self.scale_learning_rate:
             return 1.0
-        advantage = batch["advantage"][batch.trained > 0]
-        nonzero, rows = batch.total(
-            batch["advantage"].new_tensor([advantage.count_nonzero(), len(advantage)])
-        ).tolist()
+        advantage = batch["advantage"]
+        if advantage.shape == batch.lengths.shape:
+            advantage = advantage[batch.row]
+        learned = batch.row[batch.is_trained & (advantage != 0)].unique()
+        counts = advantage.new_tensor([len(learned), (batch.trained > 0).sum()])
+        nonzero, rows = batch.total(counts).tolist()
         return float(nonzero / rows)
 
 

@@ -72,7 +72,9 @@ class Distillation(PolicyGradient):
         return {"advantage": advantage}
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
-        return {"advantage": batch.whitened(batch["advantage"])} if self.whiten else {}
+        if not self.whiten:
+            return super().prepare(batch)
+        return {**super().prepare(batch), "advantage": batch.whitened(batch["advantage"])}
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """Add the metric ``reverse_kl``, the mean of student minus teacher over the generated

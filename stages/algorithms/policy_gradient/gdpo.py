@@ -74,4 +74,5 @@ class GDPO(GRPO):
         """Normalise the sums over the train batch, whose scale would grow with the number of
         functions (Eq. 6)."""
         mean, deviation = batch.moments(batch["advantage"])
-        return {"advantage": (batch["advantage"] - mean) / (deviation + ADVANTAGE_EPS)}
+        advantage = (batch["advantage"] - mean) / (deviation + ADVANTAGE_EPS)
+        return {**super().prepare(batch), "advantage": advantage}

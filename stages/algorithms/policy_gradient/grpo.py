@@ -77,7 +77,8 @@ class GRPO(GroupCompared):
         if not self._by_batch:
             return super().prepare(batch)
         deviation = batch.moments(batch["reward"])[1]
-        return {"advantage": batch["advantage"] / (deviation + ADVANTAGE_EPS)}
+        advantage = batch["advantage"] / (deviation + ADVANTAGE_EPS)
+        return {**super().prepare(batch), "advantage": advantage}
 
 
 @with_defaults(scale_rewards=False, loss_normalization="constant")

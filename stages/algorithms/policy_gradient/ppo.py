@@ -16,8 +16,9 @@ from pydantic import Field
 
 from stages.algorithms.interface import Algorithm, LossOutput, with_defaults
 from stages.algorithms.policy_gradient.base import PolicyGradient
-from stages.algorithms.policy_gradient.kl_reward import KLReward
+from stages.algorithms.policy_gradient.terms.kl_reward import KLReward
 from stages.algorithms.token_batch import TokenBatch
+from stages.flow.catalogue import TOKEN_REWARDS
 from stages.flow.declarations import Columns, RunsOn
 from stages.json_schema import CRITIC_IN_CHECKPOINT, faults
 
@@ -59,22 +60,57 @@ class ValueLearner(KLReward):
         "clip.",
     )
 
+    reward_level: Literal["response", "token"] = Field(
+        default="response",
+        description="`response`: its reward comes with its last token. `token`: rewards come where "
+        "the reward functions have given them, with single turns or tokens; each counts for what "
+        "was generated before it.",
+    )
+
+    @property
+    def reads_rewards(self) -> Columns:
+        """The column that rewards are read from."""
+        if self.reward_level == "token":
+            return {TOKEN_REWARDS: "float32 ragged"}
+        return {"reward": "float32"}
+
+    def rewards(self, batch: TrainBatch, last: torch.Tensor) -> torch.Tensor:
+        """Return the reward of each trained token. ``last``: the last one of each branch.
+
+        What comes in a trajectory after the end of a branch comes, for the branch, with its last
+        token. A reward at a token that is not trained on comes with the trained one before it, or
+        with the first one of the row."""
+        row = batch.row[batch.is_trained]
+        if self.reward_level == "response":
+            rewards = batch["reward"].new_zeros(len(row))
+            rewards[last] = batch["reward"][row[last]]
+            return rewards
+        firsts = batch.trained.cumsum(0) - batch.trained
+        places = (batch.is_trained.cumsum(0) - 1).maximum(firsts[batch.row])
+        has_tokens = batch.trained[batch.row] > 0
+        of_tokens = batch[TOKEN_REWARDS].nan_to_num(nan=0.0).double()
+        rewards = of_tokens.new_zeros(len(row))
+        rewards.index_add_(0, places[has_tokens], of_tokens[has_tokens])
+        so_far = rewards.cumsum(0)
+        last_of_row = (firsts + batch.trained - 1)[row[last]]
+        rewards[last] += so_far[last_of_row] - so_far[last]
+        return rewards
+
     def gae(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the advantages and returns [T] of each response, of a trajectory with branches of
-        each branch: its own tokens, at the end of which the trajectory's reward comes.
+        each branch: its own tokens, with the rewards of :meth:`rewards`.
 
-        Time counts its trained tokens alone, as if the others were not there: the reward comes with
-        the last one of them, and nothing follows it. Tokens that are not trained on have an
-        advantage of 0.
+        Time counts its trained tokens alone, as if the others were not there, and nothing follows
+        the last one of them. Tokens that are not trained on have an advantage of 0.
         """
         at = batch.is_trained
         counts = batch.sequence[at].unique_consecutive(return_counts=True)[1]
         values = batch["values"][at]
         last = counts.cumsum(0) - 1
-        rewards = values.new_zeros(len(values))
+        rewards = self.rewards(batch, last).to(values.dtype)
         if self.kl_reward:
-            rewards -= self.token_penalties(batch["rollout_logprobs"], batch["ref_logprobs"])[at]
-        rewards[last] += batch["reward"][batch.row[at][last]].to(rewards.dtype)
+            penalties = self.token_penalties(batch["rollout_logprobs"], batch["ref_logprobs"])
+            rewards = rewards - penalties[at]
         following = values.roll(-1)
         following[last] = 0
         errors = rewards + self.gamma * following - values
@@ -135,7 +171,7 @@ class CriticTraining(ValueLearner):
         return {
             **self.reads_kl,
             "values": "float32 ragged",
-            "reward": "float32",
+            **self.reads_rewards,
             **self.prepare_makes,
         }
 
@@ -173,7 +209,6 @@ class PPO(PolicyGradient, ValueLearner):
     }
     """
     credit_makes: ClassVar[Columns] = {}
-    prepare_makes: ClassVar[Columns] = {"advantage": "float32 ragged", "returns": "float32 ragged"}
 
     critic: Annotated[Literal["trunk", "own"], CRITIC_IN_CHECKPOINT] = Field(
         default="trunk",
@@ -236,12 +271,20 @@ class PPO(PolicyGradient, ValueLearner):
         return CriticTraining(**shared | {"epochs": self.value_epochs or self.epochs})
 
     @property
+    def prepare_makes(self) -> Columns:
+        return {
+            **super().prepare_makes,
+            **dict.fromkeys(("advantage", "returns"), "float32 ragged"),
+        }
+
+    @property
     def loss_reads(self) -> Columns:
-        return {**super().loss_reads, "reward": "float32", **self.prepare_makes}
+        return {**super().loss_reads, **self.reads_rewards, **self.prepare_makes}
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         advantage, returns = self.gae(batch)
         return {
+            **super().prepare(batch),
             "advantage": batch.whitened(advantage) if self.whiten else advantage,
             "returns": returns,
         }

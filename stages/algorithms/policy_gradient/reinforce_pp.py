@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from stages.algorithms.policy_gradient.base import PolicyGradient
-from stages.algorithms.policy_gradient.kl_reward import KLCredit
+from stages.algorithms.policy_gradient.terms.kl_reward import KLCredit
 
 if TYPE_CHECKING:
     import torch
@@ -55,4 +55,5 @@ class ReinforcePlusPlus(PolicyGradient, KLCredit):
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         """Whiten the advantage over the train batch: mean 0, variance 1 (Eq. 6), of all ranks."""
-        return {"advantage": batch.whitened(batch["advantage"], self.whiten_over)}
+        advantage = batch.whitened(batch["advantage"], self.whiten_over)
+        return {**super().prepare(batch), "advantage": advantage}

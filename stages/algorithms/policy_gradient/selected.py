@@ -10,9 +10,8 @@ logprobs before the step, rollout_logprobs, advantage ─▶ prepare: selected [
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -20,6 +19,7 @@ from pydantic import Field
 from stages.algorithms.interface import with_defaults
 from stages.algorithms.policy_gradient.base import PROXIMAL
 from stages.algorithms.policy_gradient.grpo import GRPO
+from stages.algorithms.thresholds import cut_above, cut_below
 from stages.algorithms.token_batch import TokenBatch
 from stages.flow.declarations import Columns, RunsOn
 
@@ -177,42 +177,3 @@ def centred(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
     sums[0], sums[1] = batch.is_trained.sum(), values[batch.is_trained].double().sum()
     count, total = batch.total(sums).tolist()
     return values - total / max(1, count)
-
-
-def cut_below(batch: TrainBatch, values: torch.Tensor, most: float) -> float:
-    """Return the largest number for which the mean of those ``values`` [T], not below 0, that are
-    not above it is at most ``most``, over the trained tokens of the whole train batch."""
-
-    def has_room(cut: float) -> bool:
-        small = values[batch.is_trained & (values <= cut)].double()
-        sums = small.new_tensor([len(small), float(small.sum())])
-        count, total = batch.total(sums).tolist()
-        return bool(total <= most * count)
-
-    return bisected(has_room)
-
-
-def cut_above(batch: TrainBatch, values: torch.Tensor, share: float) -> float:
-    """Return the number above which is the ``share`` of ``values`` [T] of the trained tokens of the
-    whole train batch."""
-    tokens = batch.total(batch.is_trained.sum().double()).item()
-
-    def has_room(cut: float) -> bool:
-        above = (batch.is_trained & (values > cut)).sum().double()
-        return bool(batch.total(above).item() >= max(1.0, share * tokens))
-
-    return bisected(has_room)
-
-
-def bisected(has_room: Callable[[float], bool]) -> float:
-    """Return the largest number that ``has_room``, where all smaller ones have it too, to a
-    billionth of itself. Ranks that call it side by side make the same calls."""
-
-    def number(place: float) -> float:
-        return math.copysign(math.expm1(abs(place)), place)  # as exact near 0 as far from it
-
-    low, high = -40.0, 40.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if has_room(number(middle)) else (low, middle)
-    return number(low)

@@ -26,7 +26,7 @@ REPORTED = ("value_loss", "grad_norm", "learning_rate")
 class ValueModel(PackedModel):
     """A decoder with a value head alone."""
 
-    def outputs(self, packed: PackedBatch) -> Outputs:
+    def outputs(self, packed: PackedBatch, with_entropy: bool = True) -> Outputs:
         """Return the values float32 [T], also in the place of logprobs; entropies of zero."""
         values = values_of(self.hidden(packed), self.value_head, packed.source)
         return values, torch.zeros_like(values), values

@@ -1,6 +1,6 @@
 """The training step: what a batch's mini-batches are, and the forward and backward pass of one.
 
-prepare            scores by the model in training ─▶ mini-batches of the rows of all ranks
+prepare            scores by the model in training ─▶ mini-batches of the rows of all ranks, cut or drawn
                      ─▶ micro-batches of at most token_budget tokens ─▶ totals over ranks
 forward_backward   for each micro-batch: pack ─▶ model ─▶ logprobs ─▶ algorithm.loss ─▶ backward
                      ─▶ metrics of all ranks
@@ -22,12 +22,12 @@ from pipeline.data.columns import Packed
 from stages.algorithms.batch import TrainBatch, seen_by_teacher
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import Piece, cut_mini_batches, plan_micro_batches
-from stages.engines.torch.model.packed_model import PackedModel
+from stages.engines.torch.model.packed_model import Outputs, PackedModel
 from stages.engines.torch.model.packing import Group, Rows
 from stages.engines.torch.parallel.interface import Parallel
 from stages.engines.torch.parallel.runner import Packing
 from stages.flow.catalogue import TEACHER_IDS, TEACHER_LOGPROBS
-from stages.flow.declarations import BASE, IN_TRAINING, token_shape
+from stages.flow.declarations import BASE, ENTROPY, IN_TRAINING, token_shape
 from stages.weights.published import PROBE
 
 
@@ -65,31 +65,32 @@ class TrainingStep:
         self._token_budget = token_budget
 
     def prepare(
-        self, batch: TensorDictBase, algorithm: AlgorithmLike
+        self,
+        batch: TensorDictBase,
+        algorithm: AlgorithmLike,
+        control: Mapping[str, float],
+        version: int,
     ) -> tuple[TrainBatch, list[MiniBatch]]:
         """Compute the scores that ``algorithm`` has of the model in training, and cut the batch of
-        all ranks, of which this one has the rows of ``batch``, into mini-batches."""
+        all ranks, of which this one has the rows of ``batch``, into mini-batches. ``control``: of
+        :attr:`~stages.algorithms.token_batch.TokenBatch.control`; ``version``: the number of the
+        train batch."""
         named = self._teacher_columns(batch, algorithm)
         rows = self._rows(batch)
         scored_by = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
         scored_by = {name: by for name, by in scored_by.items() if name not in named}
         scores = self._scores_by(rows, set(scored_by.values()))
         named |= {name: scores[by] for name, by in scored_by.items()}
-        train_batch = TrainBatch(batch, algorithm, self._parallel.total, named)
+        train_batch = TrainBatch(batch, algorithm, self._parallel.total, named, control)
         if algorithm.candidates:
             rows = replace(rows, candidates=train_batch[algorithm.candidates])
 
         whole = algorithm.unit == "group"
-        trained = train_batch.trained.tolist()
-        triples = [
-            (group.number, place, trained[row])
-            for group in rows.groups
-            for place, row in zip(group.places, group.rows, strict=True)
-        ]
-        tokens: dict[int, dict[int, int]] = {}
-        for number, place, count in self._parallel.all_gather_rows(torch.tensor(triples)).tolist():
-            tokens.setdefault(number, {})[place] = count
-        cut = cut_mini_batches(tokens, algorithm.mini_batches, whole=whole)
+        tokens = self._of_all_rows(rows, train_batch.trained)
+        if algorithm.drawn_by:
+            cut = self._drawn(rows, train_batch, tokens, algorithm, version)
+        else:
+            cut = cut_mini_batches(tokens, algorithm.mini_batches, whole=whole)
         parts = []
         for places in cut:
             part = [group.part(places.get(group.number, ())) for group in rows.groups]
@@ -113,6 +114,44 @@ class TrainingStep:
             of_rank = replace(rows, groups=part)
             mini_batches.append(MiniBatch(train_batch, of_rank, plan, most, fewest > 0, totals))
         return train_batch, mini_batches
+
+    def _of_all_rows(self, rows: Rows, numbers: torch.Tensor) -> dict[int, dict[int, int]]:
+        """Return ``numbers`` int64 [B] of the rows of all ranks, by group and place."""
+        values = numbers.tolist()
+        triples = [
+            (group.number, place, values[row])
+            for group in rows.groups
+            for place, row in zip(group.places, group.rows, strict=True)
+        ]
+        by_group: dict[int, dict[int, int]] = {}
+        for number, place, value in self._parallel.all_gather_rows(torch.tensor(triples)).tolist():
+            by_group.setdefault(number, {})[place] = value
+        return by_group
+
+    def _drawn(
+        self,
+        rows: Rows,
+        train_batch: TrainBatch,
+        tokens: Mapping[int, Mapping[int, int]],
+        algorithm: AlgorithmLike,
+        version: int,
+    ) -> Sequence[Mapping[int, tuple[int, ...]]]:
+        """Return the mini-batches that ``algorithm`` draws. ``tokens``: to train on, by group and
+        place."""
+        column = train_batch[algorithm.drawn_by].float()
+        bits = self._of_all_rows(rows, column.view(torch.int32).long())
+        drawn_by = {
+            number: {
+                place: float(
+                    torch.tensor(bits[number][place], dtype=torch.int32).view(torch.float32)
+                )
+                for place, count in of_group.items()
+                if count
+            }
+            for number, of_group in tokens.items()
+            if any(of_group.values())
+        }
+        return algorithm.draw(drawn_by, version) if drawn_by else []
 
     def forward_backward(self, mini_batch: MiniBatch, algorithm: AlgorithmLike) -> dict[str, float]:
         """Add the gradients of the algorithm's loss to those that there are. Return the metrics of
@@ -225,19 +264,23 @@ class TrainingStep:
         return pieces, [partial(rows.pack, [piece]) for piece in pieces], passes
 
     @torch.no_grad()
-    def _scores(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logprobs [T] and the values [T] of the response tokens of ``rows``, on the
-        CPU; values are empty without a value head. Each group is computed alone."""
+    def _scores(self, rows: Rows, *, with_entropy: bool = False) -> Outputs:
+        """Return the logprobs [T], the entropies [T] and the values [T] of the response tokens of
+        ``rows``, on the CPU; entropies are empty without ``with_entropy``, values without a value
+        head. Each group is computed alone."""
         pieces, micro_batches, passes = self._one_by_one(rows)
-        outputs = self._parallel.runner.score(micro_batches, passes)
-        logprobs = torch.empty(len(rows.column.values))
-        values = torch.empty(len(logprobs) if self._packed_model.value_head else 0)
-        for piece, (of_tokens, _, of_states) in zip(pieces, outputs, strict=False):
+        outputs = self._parallel.runner.score(micro_batches, passes, with_entropy=with_entropy)
+        tokens = len(rows.column.values)
+        logprobs = torch.empty(tokens)
+        entropies = torch.empty(tokens if with_entropy else 0)
+        values = torch.empty(tokens if self._packed_model.value_head else 0)
+        columns = (logprobs, entropies, values)
+        for piece, scores in zip(pieces, outputs, strict=False):
             index = rows.column.indexes(rows.numbers(piece))
-            logprobs[index] = of_tokens.cpu()
-            if len(values):
-                values[index] = of_states.cpu()
-        return logprobs, values
+            for column, score in zip(columns, scores, strict=True):
+                if len(column):
+                    column[index] = score.cpu()
+        return columns
 
     def _rows(self, batch: TensorDictBase) -> Rows:
         model = self._packed_model
@@ -257,7 +300,8 @@ class TrainingStep:
         ``IN_TRAINING``."""
         scores: dict[str, torch.Tensor] = {}
         if scorers - {BASE}:
-            scores = dict(zip(IN_TRAINING, self._scores(rows), strict=False))
+            logprobs, entropies, values = self._scores(rows, with_entropy=ENTROPY in scorers)
+            scores = {"policy": logprobs, ENTROPY: entropies, "value head": values}
         if BASE in scorers:
             with self._without_adapters():
                 scores[BASE] = self._scores(rows)[0]

@@ -25,6 +25,7 @@ from stages import device as devices
 from stages.adapters.options import AdapterOptions
 from stages.algorithms.batch import TrainBatch, over_steps
 from stages.algorithms.named import AlgorithmLike
+from stages.engines.protocols import CONTROL
 from stages.engines.torch.model.packed_model import Kernels, Outputs, PackedModel
 from stages.engines.torch.model.packing import MasksOf
 from stages.engines.torch.optimizers.interface import (
@@ -164,6 +165,8 @@ class TorchTrainEngine:
         self._undoable = undoable
         self._undo = Undo(self.device)
         self._step_before = 0
+        self._control = dict[str, float]()  # of the algorithm, for the next train batch
+        self._control_before = self._control
         self.packed_model = self._pack_model(
             model,
             self.device,
@@ -207,6 +210,9 @@ class TorchTrainEngine:
         tokens that went through the model."""
         self._undo.forget()
         self._step_before = self.step
+        begins = algorithm.control_begins
+        self._control = {name: self._control.get(name, begins[name]) for name in begins}
+        self._control_before = self._control
         try:
             metrics = self._train_batch(batch, algorithm)
         except BaseException as error:
@@ -233,6 +239,7 @@ class TorchTrainEngine:
             self._undo.put_back()
             renew(self.parallel.copies, self.trained)
             self.step = self._step_before
+        self._control = self._control_before
         self.parallel.reshard()  # what a forward has gathered is of the weights that are gone
 
     def _train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
@@ -270,13 +277,16 @@ class TorchTrainEngine:
                 f"lower learning_rate (it was "
                 f"{rates['learning_rate']})"
             )
-        return over_steps(steps)
+        metrics = over_steps(steps) | self._control
+        if not self._critic_alone:
+            self._control = dict(algorithm.control(self._control, metrics))
+        return metrics
 
     def prepare(
         self, batch: TensorDictBase, algorithm: AlgorithmLike
     ) -> tuple[TrainBatch, list[MiniBatch]]:
         """See :meth:`stages.engines.torch.step.TrainingStep.prepare`."""
-        return self._training.prepare(batch, algorithm)
+        return self._training.prepare(batch, algorithm, self._control, self.version)
 
     @_repeatable
     def forward_backward(self, mini_batch: MiniBatch, algorithm: AlgorithmLike) -> dict[str, float]:
@@ -366,9 +376,9 @@ class TorchTrainEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the live tensors (not copies) of the model and of the optimizer's state, by part
-        and parameter name, tied ones once, and the numbers of optimizer steps and of train batches.
-        Names and shapes do not depend on the layout, nor on whether ``model`` is the master
-        weights."""
+        and parameter name, tied ones once, the numbers of optimizer steps and of train batches, and
+        those of the algorithm's control. Names and shapes do not depend on the layout, nor on
+        whether ``model`` is the master weights."""
         extra_names = [*self.parallel.copies, *self.value_head]
         model = self.model.state_dict() | {
             name: self.trained[name].detach() for name in extra_names
@@ -379,11 +389,13 @@ class TorchTrainEngine:
         for part, name, value in saved_state(self._optimizer, self.trained):
             state.setdefault(part, {})[name] = self.parallel.saved(name, value)
         unsaved_names = model.keys() - self.trained.keys() if self.packed_model.adapters else tied
+        control = {CONTROL: dict(self._control)} if self._control else {}
         return {
             "model": {n: value for n, value in model.items() if n not in unsaved_names},
             **state,
             "step": self.step,
             "version": self.version,
+            **control,
         }
 
     @torch.no_grad()
@@ -404,6 +416,7 @@ class TorchTrainEngine:
         renew(self.parallel.copies, self.trained)
         self.step = state["step"]
         self.version = state["version"]
+        self._control = dict(state.get(CONTROL, {}))
         self._undo.forget()
         for parameter in self.trained.values():
             if (count := self._optimizer.state_of(parameter).get(COUNT)) is not None:

@@ -132,9 +132,9 @@ class PackedModel:
         """Return the last hidden states [U, d] at the places that predict a response token."""
         return self.decode(packed)[0].index_select(0, packed.places)
 
-    def outputs(self, packed: PackedBatch) -> Outputs:
+    def outputs(self, packed: PackedBatch, with_entropy: bool = True) -> Outputs:
         """Return in float32 the logprobs of ``packed.targets``, in its shape; the entropies [T] of
-        the distributions that they are of, empty where nothing is trained; and the values [T] of
+        the distributions that they are of, empty without ``with_entropy``; and the values [T] of
         the states before the targets, empty without a value head."""
         hidden = self.hidden(packed)
         head = self.model.get_output_embeddings()
@@ -146,7 +146,7 @@ class PackedModel:
             packed.source.repeat_interleave(wanted.shape[1]),
             wanted.flatten(),
             self._temperature * self._divisor,
-            torch.is_grad_enabled(),
+            with_entropy,
             self._softcap,
             self._vocabulary,
             packed.masks,

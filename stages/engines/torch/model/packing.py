@@ -154,8 +154,10 @@ class Group:
     shape: GroupShape
 
     def part(self, places: Collection[int]) -> Group:
-        """Return the group with the rows at ``places`` alone."""
-        members = [at for at, place in enumerate(self.places) if place in places]
+        """Return the group with the rows at ``places`` alone, those that are repeated several
+        times; places that this rank does not have are left out."""
+        at_place = {place: at for at, place in enumerate(self.places)}
+        members = [at_place[place] for place in sorted(places) if place in at_place]
         return Group(
             self.number,
             self.prompt,

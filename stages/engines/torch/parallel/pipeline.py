@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, compress, pairwise
 from typing import Any
 
 import torch
@@ -205,7 +205,7 @@ class Pipeline(MicroBatchRunner):
         def compute(number: int, is_last: bool) -> Any:
             with self._counted(number < len(batches)):
                 if is_last:
-                    return loss_of(number, *self.outputs(shares[number]))
+                    return loss_of(number, *self.outputs(shares[number], with_entropy=True))
                 return self._call(self._packed_model.decode, shares[number].fed)
 
         def feed(number: int) -> None:
@@ -213,29 +213,35 @@ class Pipeline(MicroBatchRunner):
 
         self.run([share.fed.ids.shape[1] for share in shares], compute, learn=feed)
 
-    def score(self, batches: Sequence[Packing], passes: int) -> list[Outputs]:
-        """Return logprobs, no entropies, and values for ``batches``, on each rank; other replicas
-        have up to ``passes`` of them."""
+    def score(
+        self, batches: Sequence[Packing], passes: int, *, with_entropy: bool = False
+    ) -> list[Outputs]:
+        """Return logprobs, entropies where they are wanted, and values for ``batches``, on each
+        rank; other replicas have up to ``passes`` of them."""
         packed = self._packed(batches, passes)
         shares = [self._share(each) for each in packed]
-        kinds = 2 if self._packed_model.value_head else 1
+        kinds = (True, with_entropy, bool(self._packed_model.value_head))
         scores = [
-            torch.zeros(kinds, len(each.targets), device=self._packed_model.device)
+            torch.zeros(sum(kinds), len(each.targets), device=self._packed_model.device)
             for each in packed[: len(batches)]
         ]
 
         def compute(number: int, is_last: bool) -> Any:
             if not is_last:
                 return self._call(self._packed_model.decode, shares[number].fed)
-            logprobs, _, values = self.outputs(shares[number])
+            outputs = self.outputs(shares[number], with_entropy=with_entropy)
             if number < len(batches):
-                for row, value in zip(scores[number], (logprobs, values), strict=False):
+                for row, value in zip(scores[number], compress(outputs, kinds), strict=True):
                     row.copy_(value)
 
         self.run([share.fed.ids.shape[1] for share in shares], compute)
         empty = torch.empty(0)
-        rows = [self.broadcast(each) for each in scores]
-        return [(row[0], empty, row[1] if kinds == 2 else empty) for row in rows]
+        results = []
+        for each in scores:
+            rows = iter(self.broadcast(each))
+            logprobs, entropies, values = (next(rows) if kind else empty for kind in kinds)
+            results.append((logprobs, entropies, values))
+        return results
 
     def top(self, batches: Sequence[Packing], passes: int, k: int) -> list[TopTokens]:
         packed = self._packed(batches, passes)

@@ -57,12 +57,15 @@ class MicroBatchRunner:
         """Forward and backward."""
         for number in range(passes):
             with self._counted(number < len(batches)):
-                outputs = self._compute(batches, number)
+                outputs = self._compute(batches, number, with_entropy=True)
             loss_of(number, *outputs).backward()
 
-    def score(self, batches: Sequence[Packing], passes: int) -> list[Outputs]:
-        """Return the outputs, without a gradient."""
-        return [self._compute(batches, number) for number in range(passes)]
+    def score(
+        self, batches: Sequence[Packing], passes: int, *, with_entropy: bool = False
+    ) -> list[Outputs]:
+        """Return the outputs, without a gradient; entropies are empty without ``with_entropy``."""
+        numbers = range(passes)
+        return [self._compute(batches, number, with_entropy=with_entropy) for number in numbers]
 
     def top(self, batches: Sequence[Packing], passes: int, k: int) -> list[TopTokens]:
         """Return what :meth:`PackedModel.top_logprobs` does, of ``batches``."""
@@ -74,9 +77,10 @@ class MicroBatchRunner:
             tops.append((logprobs, tokens))
         return tops[: len(batches)]
 
-    def outputs(self, share: Share) -> Outputs:
+    def outputs(self, share: Share, *, with_entropy: bool) -> Outputs:
         """Return the outputs of the micro-batch that ``share`` is of."""
-        logprobs, entropy, values = self._call(self._packed_model.outputs, share.fed)
+        computed = self._call(self._packed_model.outputs, share.fed, with_entropy)
+        logprobs, entropy, values = computed
         return share.whole(logprobs), share.whole(entropy), share.whole(values)
 
     def probe(
@@ -98,8 +102,9 @@ class MicroBatchRunner:
         """Add up ``values`` of the layers that ranks have."""
         return values
 
-    def _compute(self, batches: Sequence[Packing], number: int) -> Outputs:
-        return self.outputs(self._share(self._packed_batch(batches, number)))
+    def _compute(self, batches: Sequence[Packing], number: int, *, with_entropy: bool) -> Outputs:
+        share = self._share(self._packed_batch(batches, number))
+        return self.outputs(share, with_entropy=with_entropy)
 
     def _packed_batch(self, batches: Sequence[Packing], number: int) -> PackedBatch:
         is_real = number < len(batches)
