@@ -44,7 +44,7 @@ from stages.engines.protocols import (
 )
 from stages.environments.classes import environments
 from stages.environments.interface import Declarations
-from stages.flow.catalogue import ROUTED
+from stages.flow.catalogue import ROUTED, TOKEN_REWARDS
 from stages.flow.groups import outputs_of
 from stages.model.load import Tokenizer
 from stages.prompts.difficulty import Difficulty
@@ -106,6 +106,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     rewards = reward_set(recipe, end_tokens=sampling.stop_token_ids)
     dropping = tuple(scored_by(recipe))
     reads = tuple(reward_reads(recipe, []))
+    by_token = TOKEN_REWARDS in {**algorithm.credit_reads, **algorithm.loss_reads}
     if trajectories is not None:
         sampling = trajectories.sampling(sampling)
     rollout = rollout_engine(recipe, version=0)
@@ -166,8 +167,12 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                     NonTensorStack(*given["given"]),
                     NonTensorStack(*given["fields"]),
                 )
-                scores = await score_rows(rewards, tokenizer, batch, reads)
+                scores = await score_rows(rewards, tokenizer, batch, reads, by_token=by_token)
                 batch["reward"], batch["scores"] = scores.total, scores.scores
+                if by_token:
+                    batch[TOKEN_REWARDS] = torch.nested.nested_tensor(
+                        scores.by_token, layout=torch.jagged
+                    )
                 if reference is not None:
                     batch["ref_logprobs"] = await asyncio.to_thread(reference.logprobs, batch)
                 members, results = credits(

@@ -35,7 +35,7 @@ from pipeline.documents.flow import SECRET, STATE
 from pipeline.index.address import redacted
 from pipeline.index.client import Claim, Index, LeaseLost
 from pipeline.warehouse.dock import Dock
-from stages.flow.catalogue import RESPONSE
+from stages.flow.catalogue import RESPONSE, TOKEN_REWARDS
 from stages.prompts.external import put_prompts
 from stages.rollout.external_checks import (
     Columns,
@@ -44,6 +44,7 @@ from stages.rollout.external_checks import (
     check_logprobs,
     check_responses,
     check_rewards,
+    check_token_rewards,
     check_tokenizer,
 )
 from stages.rollout.stage import PROGRESS, group_seed
@@ -310,6 +311,8 @@ class External(ExternalWeights):
             check_columns(dock.schema, columns, makes, len(positions))
             if claim.stage == "reward":
                 check_rewards(columns)
+                if TOKEN_REWARDS in columns:
+                    await self._check_token_rewards(part, columns)
             if claim.stage == "reference":
                 responses = await dock.fetch_packed(part, ["response_ids"])
                 lengths = responses["response_ids"].lengths()
@@ -330,6 +333,11 @@ class External(ExternalWeights):
             sum(tokens for _, tokens in generations) - parked_tokens,
             park=park,
         )
+
+    async def _check_token_rewards(self, part: Claim, columns: Columns) -> None:
+        dock = await self._warehouses()
+        responses = await dock.fetch_packed(part, ["response_ids"])
+        check_token_rewards(columns[TOKEN_REWARDS], responses["response_ids"].lengths())
 
     async def _refuse_stale(self, claim: Claim, oldest: Sequence[int]) -> None:
         """Raises WeightsTooOld when a token of ``claim`` is of a version that is too old for its

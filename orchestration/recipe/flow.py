@@ -25,6 +25,7 @@ from stages.flow.catalogue import (
     TEACHER_IDS,
     TEACHER_LOGPROBS,
     TEACHER_PROMPT,
+    TOKEN_REWARDS,
     TRAJECTORY,
     Truncated,
     catalogue,
@@ -77,6 +78,7 @@ def flow_of(recipe: Recipe) -> Flow:
         environment=recipe.has_environment,
         reference=frozen_columns(algorithm, declared),
         teacher_reads=algorithm.teacher_reads,
+        by_token=TOKEN_REWARDS in {**algorithm.credit_reads, **algorithm.loss_reads},
     )
     drops: dict[str, str] = {}  # columns by which groups are dropped
     if recipe.prompts.sampling == "difficulty":

@@ -31,6 +31,7 @@ from pipeline.warehouse.dock import Dock
 from pipeline.worker.controller import Controller, Stage
 from pipeline.worker.spans import Spans
 from stages.algorithms import NamedAlgorithm
+from stages.flow.catalogue import TOKEN_REWARDS
 from stages.model.load import Tokenizer
 from stages.rewards.stage import MisfitAlarm, Reward, RewardSet
 from stages.training.ranks import RankGroup
@@ -173,4 +174,6 @@ class Job:
         await rewards.open()
         off = SCORES in self.recipe.guard.off
         alarm = None if off else MisfitAlarm(self.index, f"{self.kind}-{self.number}")
-        return Reward(rewards, self.tokenizer, tuple(flow_of(self.recipe)["reward"].needs), alarm)
+        declared = flow_of(self.recipe)["reward"]
+        by_token = TOKEN_REWARDS in declared.makes
+        return Reward(rewards, self.tokenizer, tuple(declared.needs), alarm, by_token=by_token)

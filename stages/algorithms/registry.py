@@ -40,6 +40,7 @@ ALGORITHMS = {
     "orpo": f"{_SUPERVISED}.simpo:ORPO",
     "pf_ppo": f"{_GRADIENT}.ppo:PFPPO",
     "ppo": f"{_GRADIENT}.ppo:PPO",
+    "process_grpo": f"{_GRADIENT}.process:ProcessGRPO",
     "reinforce_pp": f"{_GRADIENT}.reinforce_pp:ReinforcePlusPlus",
     "rloo": f"{_GRADIENT}.grpo:RLOO",
     "sapo": f"{_GRADIENT}.gated:SAPO",

@@ -21,7 +21,9 @@ from typing import Any, Protocol
 from stages.rewards.registry import RewardFunctions
 from stages.user_code import call, place_of
 
-Score = float | None | str  # None: the function does not apply; a text: why the row has no score
+# of a row. None: the function does not apply; a text: why the row has no score; a list: its rewards
+# by turn or by token (stages.rewards.by_token)
+Score = float | None | str | list[float | None]
 Scores = list[Score]  # one for each row
 LARGEST = 3.4e38  # float32 holds it
 # one value for each row, of each name; "completions" is always there
@@ -180,11 +182,14 @@ def _values(result: Any, rows: int) -> list[Any]:
 
 
 def _plain_score(score: Any) -> Score:
-    """Return the score of one row, as a number, or None; a text says why it is neither."""
+    """Return the score of one row, as a number, a list of numbers, or None; a text says why it is
+    none of these."""
     try:
         # of a tensor, or of an array
-        if 0 <= getattr(score, "ndim", -1) <= 1 and score.shape in ((), (1,)):
-            score = score.item()
+        if 0 <= getattr(score, "ndim", -1) <= 1:
+            score = score.item() if score.shape in ((), (1,)) else score.tolist()
+        if isinstance(score, list | tuple):
+            return _plain_list(score)
         if score is None:
             return None
         if not isinstance(score, numbers.Real | Decimal):
@@ -194,6 +199,18 @@ def _plain_score(score: Any) -> Score:
         return float(score)
     except (Exception, SystemExit) as error:  # such as an int that no float can hold
         return f"returned a {type(score).__name__} that cannot be read as a score: {_shown(error)}"
+
+
+def _plain_list(scores: Sequence[Any]) -> Score:
+    numbers: list[float | None] = []
+    for score in scores:
+        number = _plain_score(score)
+        if isinstance(number, list):
+            return f"returned {score!r:.100} within a list; a number, or None, is wanted"
+        if isinstance(number, str):
+            return number
+        numbers.append(number)
+    return numbers
 
 
 def raised(error: BaseException, function: Callable[..., Any]) -> CallFailed:

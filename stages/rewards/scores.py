@@ -51,10 +51,12 @@ def mean_of(values: torch.Tensor, counted: torch.Tensor) -> float | None:
 class RewardScores:
     """The scores of B responses. ``scores`` float32 [B, K]: one column per function. ``total``
     float32 [B]: the sum of score times weight, to which functions that failed or do not apply add
-    nothing."""
+    nothing. ``by_token``: where it is asked for, the parts of that sum by token, float32 [T] of
+    each response; NaN where no function gives a reward."""
 
     scores: torch.Tensor
     total: torch.Tensor
+    by_token: Sequence[torch.Tensor] = ()
 
     @property
     def failed(self) -> torch.Tensor:

@@ -9,13 +9,15 @@ responses.
                                                               returned more or fewer than rows: all rows fail at once
 
 A reward function is ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``,
-plain or async. It gets the arguments that it names, or all of them with ``**columns``. ``columns``
-are the other columns of the prompts' rows, one value per response, and those columns of the
-recipe's own stages that a function names. Where a prompt is a conversation, its completion is one
-too: ``[{"role": "assistant", "content": ...}]``. Of a trajectory it has each turn as a message of
-the assistant and what its environment answered as one of the role "tool"; a completion that is a
-text has the turns alone. ``None``: the function does not apply to the response. A response to which
-no function applies has no reward: it is in no mean (:mod:`stages.rewards.scores`).
+plain or async. In the place of a number may be a list of rewards, one for each turn or each token
+of the response (:mod:`stages.rewards.by_token`): the score is their sum. It gets the arguments that
+it names, or all of them with ``**columns``. ``columns`` are the other columns of the prompts' rows,
+one value per response, and those columns of the recipe's own stages that a function names. Where a
+prompt is a conversation, its completion is one too: ``[{"role": "assistant", "content": ...}]``. Of
+a trajectory it has each turn as a message of the assistant and what its environment answered as one
+of the role "tool"; a completion that is a text has the turns alone. ``None``: the function does not
+apply to the response. A response to which no function applies has no reward: it is in no mean
+(:mod:`stages.rewards.scores`).
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ from pipeline.data.events import AlarmEvent
 from pipeline.index.client import Claim, Index
 from pipeline.worker.controller import Stage
 from pipeline.worker.outputs import Output, Written
-from stages.flow.catalogue import BRANCHES, MASK
+from stages.flow.catalogue import BRANCHES, MASK, TOKEN_REWARDS, TURN_STARTS
 from stages.model.load import Tokenizer
+from stages.rewards.by_token import Placed, placed, total, turn_ends, weighted
 from stages.rewards.calls import (
     LARGEST,
     Arguments,
@@ -84,6 +87,7 @@ LOOK = (
 
 log = structlog.get_logger()
 T = TypeVar("T")
+RowScore = float | list[float | None]  # of a function: a score, or its parts
 
 
 @dataclass(frozen=True)
@@ -200,12 +204,16 @@ class RewardSet:
         completion_ids: Sequence[Sequence[int]],
         fields: Sequence[Mapping[str, Any]],
         columns: Mapping[str, list[Any]] = MappingProxyType({}),
+        ends: Sequence[Sequence[int]] = (),
+        *,
+        by_token: bool = False,
     ) -> RewardScores:
         """Return the scores of B responses by all functions, which run at the same time.
 
         ``prompts`` are the rows' own (:attr:`stages.prompts.formatter.Prompt.given`), ``fields``
-        their other columns (None where a row lacks one), ``columns`` those of stages. Raises
-        :class:`RewardError` where the policy lets the run fail.
+        their other columns (None where a row lacks one), ``columns`` those of stages. ``ends``:
+        the last token of each turn; by default a response is one turn. ``by_token``: return
+        rewards by token, too. Raises :class:`RewardError` where the policy lets the run fail.
         """
         names = dict.fromkeys(name for row in fields for name in row)
         if taken := [name for name in (*RESERVED, *columns) if name in names]:
@@ -228,14 +236,30 @@ class RewardSet:
         score_columns = await _all(
             self._column(*each, arguments) for each in zip(self.names, self._callers, strict=True)
         )
-        scores = torch.tensor(score_columns, dtype=torch.float32).T.contiguous()
+        ends = ends or [[len(ids) - 1] for ids in completion_ids]
+        by_function = [
+            [self._placed(name, arguments, at, score, ends[at]) for at, score in enumerate(column)]
+            for name, column in zip(self.names, score_columns, strict=True)
+        ]
+        numbers = [[total(score) for score in column] for column in by_function]
+        scores = torch.tensor(numbers, dtype=torch.float32).T.contiguous()
         if absent := int(scores.isnan().all(dim=1).sum()):
             log.warning(
                 "no reward function applies to responses", responses=absent, functions=self.names
             )
-        return RewardScores(scores, scores.nan_to_num(nan=0.0, posinf=0.0) @ self.weights)
+        of_rows: list[torch.Tensor] = []
+        if by_token:
+            weights = self.weights.tolist()
+            of_rows = [
+                weighted(row, weights, row_ends[-1], len(ids))
+                for row, row_ends, ids in zip(
+                    zip(*by_function, strict=True), ends, completion_ids, strict=True
+                )
+            ]
+        total_rewards = scores.nan_to_num(nan=0.0, posinf=0.0) @ self.weights
+        return RewardScores(scores, total_rewards, of_rows)
 
-    async def _column(self, name: str, caller: Caller, given: Arguments) -> list[float]:
+    async def _column(self, name: str, caller: Caller, given: Arguments) -> list[RowScore]:
         """Return the scores of one function, called with parts of the rows as large as its caller
         can call at the same time, or, where it is async, with each row."""
         rows = len(given["completions"])
@@ -248,7 +272,7 @@ class RewardSet:
         parts = await _all(self._part(name, caller, _slice(given, at, at + size)) for at in starts)
         return [score for part in parts for score in part]
 
-    async def _part(self, name: str, caller: Caller, given: Arguments) -> list[float]:
+    async def _part(self, name: str, caller: Caller, given: Arguments) -> list[RowScore]:
         rows = range(len(given["completions"]))
         try:
             scores = await self._call(name, caller, given)
@@ -291,7 +315,7 @@ class RewardSet:
         at: int,
         error: CallFailed,
         of_others: bool,
-    ) -> float:
+    ) -> RowScore:
         """Return the score of the row ``at`` after a call that failed with ``error``."""
         row = {argument: values[at : at + 1] for argument, values in given.items()}
         alone = error.shared
@@ -309,16 +333,37 @@ class RewardSet:
                 return self._number(name, given, at, score)
         return self._failed(name, given, at, error)
 
-    def _number(self, name: str, given: Arguments, at: int, score: Score) -> float:
+    def _number(self, name: str, given: Arguments, at: int, score: Score) -> RowScore:
         """Return the score that a function returned for the row ``at``, or NaN where it does not
         apply."""
         weight = abs(float(self.weights[self.names.index(name)]))
-        if isinstance(score, float) and abs(score) * weight * len(self.names) > LARGEST:
+        numbers = score if isinstance(score, list) else [score]
+        size = sum(abs(number) for number in numbers if isinstance(number, float))
+        if size * weight * len(self.names) > LARGEST:
             score = f"returned {score} as a score, which is too large for its weight of {weight:g}"
         if isinstance(score, str):
             return self._failed(name, given, at, CallFailed(score))
+        if isinstance(score, list):  # see _placed
+            return score
         self._recent[name].append(False)
         return math.nan if score is None else number_of(score)
+
+    def _placed(
+        self, name: str, given: Arguments, at: int, score: RowScore, ends: Sequence[int]
+    ) -> Placed:
+        """Return the score of the row ``at``; a list by the tokens where its numbers count.
+        ``ends``: the last token of each turn."""
+        if not isinstance(score, list):
+            return score
+        tokens = len(given["completion_ids"][at])
+        numbers = placed(score, ends, tokens)
+        if numbers is None:
+            sizes = f"a response of {len(ends)} turns and {tokens} tokens"
+            problem = f"returned {len(score)} rewards for {sizes}; return one number, or a list"
+            problem += " with one for each turn, or for each token"
+            return self._failed(name, given, at, CallFailed(problem))
+        self._recent[name].append(False)
+        return numbers
 
     def _failed(self, name: str, given: Arguments, at: int, error: CallFailed) -> float:
         """Return the score of the row ``at``, which cannot be scored.
@@ -422,11 +467,14 @@ class Reward(Stage):
         tokenizer: Tokenizer,
         fetches: tuple[str, ...] = FETCHES,
         alarm: MisfitAlarm | None = None,
+        *,
+        by_token: bool = False,
     ) -> None:
         self.rewards = rewards
         self.tokenizer = tokenizer
         self.fetches = fetches
         self._alarm = alarm
+        self._by_token = by_token
 
     def room(self, held: int) -> int:
         return ROWS_AT_ONCE
@@ -440,28 +488,45 @@ class Reward(Stage):
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         reads = [name for name in self.fetches if name not in (*FETCHES, MASK)]
-        scores = await score_rows(self.rewards, self.tokenizer, rows, reads)
+        scores = await score_rows(
+            self.rewards, self.tokenizer, rows, reads, by_token=self._by_token
+        )
         if self._alarm is not None:
             await self._alarm.report(self.rewards)
         yield Written(
             range(len(claim)),
-            rows={"reward": scores.total, "scores": scores.scores},
+            rows=reward_columns(scores),
             tokens=int(claim.tokens.sum()),
             amounts=self.rewards.take_amounts(),
         )
 
 
+def reward_columns(scores: RewardScores) -> dict[str, Any]:
+    """Return the columns that the stage makes of ``scores``."""
+    columns: dict[str, Any] = {"reward": scores.total, "scores": scores.scores}
+    return columns | ({TOKEN_REWARDS: scores.by_token} if scores.by_token else {})
+
+
 async def score_rows(
-    rewards: RewardSet, tokenizer: Tokenizer, rows: TensorDict, reads: Sequence[str] = ()
+    rewards: RewardSet,
+    tokenizer: Tokenizer,
+    rows: TensorDict,
+    reads: Sequence[str] = (),
+    *,
+    by_token: bool = False,
 ) -> RewardScores:
     """Return the scores of rows with the columns ``given`` and ``fields`` (JSON texts) and
-    ``response_ids`` int64 jagged; of trajectories also ``loss_mask`` and ``branches``. The columns ``reads`` are
-    arguments of the functions by their names."""
+    ``response_ids`` int64 jagged; of trajectories also ``loss_mask``, ``branches`` and
+    ``turn_starts``. The columns ``reads`` are arguments of the functions by their names.
+    ``by_token``: see :meth:`RewardSet.score`."""
     ids = plain_values(rows["response_ids"])
     completions: list[Any] = [rewards.text(tokenizer, row) for row in ids]
+    ends: list[list[int]] = []
     if MASK in rows:
         masks = plain_values(rows[MASK])
         branches = plain_values(rows[BRANCHES])
+        starts = plain_values(rows[TURN_STARTS])
+        ends = [turn_ends(*of_row) for of_row in zip(starts, masks, strict=True)]
         completions = [
             [
                 {"role": role, "content": rewards.text(tokenizer, part)}
@@ -475,6 +540,8 @@ async def score_rows(
         ids,
         [json.loads(text) for text in rows["fields"]],
         {name: plain_values(rows[name]) for name in reads},
+        ends,
+        by_token=by_token,
     )
 
 

@@ -21,6 +21,7 @@ import torch
 from pipeline.data.blocks import pack
 from pipeline.data.columns import Packed, Schema
 from pipeline.problems import Problem, ProblemError
+from stages.flow.catalogue import TOKEN_REWARDS
 from stages.rollout.stage import PROGRESS
 
 # Of a request, beside its columns; "weights" are its body.
@@ -173,6 +174,18 @@ def check_rewards(columns: Columns) -> None:
     is_fine = ((scores.abs() <= MOST_REWARD) | scores.isnan()).all(dim=1)
     fix = f"{fix}, or NaN where one does not apply"
     _rows(is_fine, "scores", lambda row: f"has {scores[row].tolist()}", fix)
+
+
+def check_token_rewards(rewards: Packed, tokens: torch.Tensor) -> None:
+    """Check that there is one reward for each of ``tokens`` (int64 [B]), within
+    :data:`MOST_REWARD`, or NaN. Raises Misfit."""
+    counts = rewards.lengths()
+    describe = lambda row: f"has {int(counts[row])} for {int(tokens[row])} tokens"  # noqa: E731
+    _rows(counts == tokens, TOKEN_REWARDS, describe, "give one for each token, NaN where none is")
+    values = rewards.values
+    is_fine = (values.abs() <= MOST_REWARD) | values.isnan()
+    fix = f"give numbers from {-MOST_REWARD:g} to {MOST_REWARD:g}, or NaN"
+    _values(is_fine, rewards, TOKEN_REWARDS, "a reward out of range", fix)
 
 
 def check_logprobs(

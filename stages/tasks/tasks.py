@@ -67,7 +67,27 @@ def environment(
 ) -> list[float | None]:
     """Return the rewards that the environments gave their trajectories; None where one gave
     none."""
-    return [None if math.isnan(reward) else reward for reward in environment_reward]
+    return [_known(reward) for reward in environment_reward]
+
+
+def environment_turns(
+    completions: Completions,
+    turn_starts: list[list[int]],
+    turn_reward: list[list[float]],
+    environment_reward: list[float],
+    **_: Any,
+) -> list[list[float | None] | float | None]:
+    """Return the rewards that the environments gave each turn; None where one gave none. A
+    trajectory whose environment has failed before it answered the last turn has that of
+    :func:`environment`."""
+    return [
+        [_known(reward) for reward in rewards] if len(rewards) == len(starts) else _known(whole)
+        for starts, rewards, whole in zip(turn_starts, turn_reward, environment_reward, strict=True)
+    ]
+
+
+def _known(reward: float) -> float | None:
+    return None if math.isnan(reward) else reward
 
 
 def _spelling(response: str, wanted: str) -> float:
@@ -79,6 +99,7 @@ def _spelling(response: str, wanted: str) -> float:
 REWARDS = {
     "arithmetic": "stages.rewards.number_rewards:arithmetic",
     "environment": "stages.tasks.tasks:environment",
+    "environment_turns": "stages.tasks.tasks:environment_turns",
     "exact_number": "stages.rewards.number_rewards:exact_number",
     "judge": "stages.rewards.judge:judge",
     "python_tests": "stages.rewards.programs:python_tests",
@@ -87,7 +108,7 @@ REWARDS = {
     "spelling": "stages.tasks.tasks:spelling",
 }
 # of a few operations on texts: called in the worker
-HARMLESS = frozenset({"arithmetic", "environment", "exact_number", "spelling"})
+HARMLESS = frozenset({"arithmetic", "environment", "environment_turns", "exact_number", "spelling"})
 # of a model that reads texts, here or behind a URL: in a process without a sandbox
 ASKING = frozenset({"judge", "reward_model"})
 # run what a model wrote: only in a sandbox in which a process can start others

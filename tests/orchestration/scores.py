@@ -18,6 +18,18 @@ def early_letters(completions: list[str], **_: Any) -> list[float]:
     return [sum(character < "n" for character in text) / max(1, len(text)) for text in completions]
 
 
+def letter_by_letter(
+    completions: list[str], completion_ids: list[list[int]], **_: Any
+) -> list[list[float | None]]:
+    """The same of each letter, at its token; none where a token is no letter of its own."""
+    return [
+        [float(letter < "n") for letter in text]
+        if len(text) == len(ids)
+        else [None] * (len(ids) - 1) + [0.5]
+        for text, ids in zip(completions, completion_ids, strict=True)
+    ]
+
+
 def unhurried(completions: list[str], **columns: Any) -> list[float]:
     """:func:`early_letters` after a while, in which training comes back."""
     time.sleep(0.15)

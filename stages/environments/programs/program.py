@@ -138,7 +138,7 @@ class ProgramEnvironment:
 
     def _number(self, value: Any) -> float | None:
         (score,) = plain_scores([value], 1)
-        if isinstance(score, str):
+        if isinstance(score, str | list):
             reason = f"{self._use} returned {value!r:.200}; a number or None is wanted"
             raise EnvironmentFailed(reason, place_in(None, self._solve))
         return score

@@ -320,6 +320,9 @@ def test_a_function_gets_a_trajectory_as_turns_and_observations() -> None:
             "response_ids": torch.nested.nested_tensor([row] * 3, layout=torch.jagged),
             "loss_mask": torch.nested.nested_tensor([mask] * 3, layout=torch.jagged),
             "branches": torch.nested.nested_tensor(branches, layout=torch.jagged),
+            "turn_starts": torch.nested.nested_tensor(
+                [torch.tensor([0, 3])] * 3, layout=torch.jagged
+            ),
             "given": NonTensorStack(*map(json.dumps, prompts)),
             "fields": NonTensorStack("{}", "{}", "{}"),
         },
