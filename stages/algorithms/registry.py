@@ -46,6 +46,7 @@ ALGORITHMS = {
     "sapo": f"{_GRADIENT}.gated:SAPO",
     "sdpo": f"{_SUPERVISED}.self_distillation:SDPO",
     "sft": f"{_SUPERVISED}.sft:SFT",
+    "shuffle_r1": f"{_GRADIENT}.shuffle_r1:ShuffleR1",
     "simpo": f"{_SUPERVISED}.simpo:SimPO",
 }
 

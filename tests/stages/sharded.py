@@ -30,6 +30,7 @@ from benchmarks.families import model_of as family_model
 from orchestration.checkpoints import checkpoint
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.policy_gradient.ppo import PPO
+from stages.algorithms.policy_gradient.shuffle_r1 import ShuffleR1
 from stages.algorithms.supervised.dpo import DPO
 from stages.engines.plans import GroupShape, deal
 from stages.engines.torch.critic import TorchCriticEngine
@@ -210,6 +211,14 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {name: value.detach().float().cpu().numpy().copy() for name, value in tensors.items()}
 
 
+ENTROPY: dict[str, Any] = {
+    "high_entropy_share": 0.3,
+    "entropy_coef": 0.02,
+    "entropy_target": 9.0,
+    "mini_batches": 2,
+}
+
+
 def value_steps(
     ranks: RankCoordinates | None, folder: str, options: dict[str, Any], of_ppo: dict[str, Any]
 ) -> dict[str, Any]:
@@ -235,6 +244,21 @@ def value_steps(
         writer.write(Path(folder))
     head = {name: value.detach() for name, value in engine.value_head.items()}
     return {"metrics": metrics, "head": _plain(head), "weights": _plain(weights_of(engine))}
+
+
+def drawn_steps(ranks: RankCoordinates | None) -> dict[str, Any]:
+    """Two steps on pairs that are drawn of the rows of all ranks, by one process (None) or a
+    rank."""
+    engine = TorchTrainEngine(model_of("llama"), parallel=parallel_of(ranks), **OPTIONS)
+    drawing = ShuffleR1(shuffle_rounds=4, mini_batches=2, seed=1)
+    metrics = []
+    for seed in range(2):
+        rows = unstack(make_batch(seed=seed))
+        kept = (
+            range(len(rows)) if ranks is None else positions(ranks.layout.replicas)[ranks.replica]
+        )
+        metrics.append(dict(engine.train_batch(stack([rows[at] for at in kept]), drawing)))
+    return {"metrics": metrics, "weights": _plain(weights_of(engine))}
 
 
 def critic_steps(

@@ -13,6 +13,7 @@ from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from tests.orchestration.runs import TINY, complete, recipe
 
+BY_LETTER = [{"name": "tests.orchestration.scores:letter_by_letter"}]
 TWO = [{"name": "spelling"}, {"name": "exact_number", "weight": 0.5}]
 
 
@@ -27,6 +28,14 @@ TWO = [{"name": "spelling"}, {"name": "exact_number", "weight": 0.5}]
             TWO[:1],
             {"off_policy_fraction"},
         ),
+        (
+            "shuffle_r1",
+            {"mini_batches": 2, "entropy_target": 1.0, "high_entropy_share": 0.2},
+            TWO[:1],
+            {"entropy_coef", "entropy_coef_level", "high_entropy_fraction"},
+        ),
+        ("process_grpo", {"normalize": "returns"}, BY_LETTER, {"ess"}),
+        ("ppo", {"reward_level": "token"}, BY_LETTER, {"explained_variance"}),
         ("best_of_n", {"best": 2}, TWO[:1], {"entropy"}),
         ("simpo", {}, TWO[:1], {"preference_accuracy"}),
         ("kto", {"good_from": 0.2}, TWO[:1], {"kl_reference", "good_share"}),

@@ -186,15 +186,30 @@ async def test_any_worker_may_be_killed_and_each_sample_is_trained_once(tmp_path
     assert_nothing_left(watched.run)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "pf_ppo"])
+STEERED = {"entropy_target": 1.5, "entropy_coef": 0.01, "high_entropy_share": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("grpo", {}),
+        ("pf_ppo", {}),
+        ("shuffle_r1", {"mini_batches": 2, **STEERED}),
+        ("process_grpo", {"kl_coef": 0.01}),
+    ],
+)
 async def test_a_killed_trainer_replays_to_the_very_weights_it_lost(
-    tmp_path: Path, algorithm: str
+    tmp_path: Path, algorithm: str, options: dict[str, Any]
 ) -> None:
+    """Also what an algorithm keeps from step to step, and what it draws."""
     changes: dict[str, Any] = {
         "train__steps": 8,
         "checkpoint__every": 3,
         "algorithm__name": algorithm,
+        "algorithm__options": options,
     }
+    if algorithm == "process_grpo":
+        changes["reward__functions"] = [{"name": "tests.orchestration.scores:letter_by_letter"}]
     of = recipe(TINY, pipeline__staleness=0, launch__launcher="process", **changes)
     expected, weights = await synchronous(of)
     async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):

@@ -16,7 +16,15 @@ from stages.engines.torch.train import TorchTrainEngine
 from stages.parallel.schedules import Action, filled, orders
 from tests.ranks import of_product
 from tests.stages.products import of_stages, replayed, swapped_stages
-from tests.stages.sharded import OPTIONS, critic_steps, model_of, opened, value_steps, weights_of
+from tests.stages.sharded import (
+    ENTROPY,
+    OPTIONS,
+    critic_steps,
+    model_of,
+    opened,
+    value_steps,
+    weights_of,
+)
 
 STAGES: dict[str, Any] = {"pp": 2, "vpp": 2}
 
@@ -112,7 +120,7 @@ def test_choices_of_experts_are_followed_by_each_stage() -> None:
 
 def test_values_and_a_critic_are_those_of_one_process(tmp_path: Path) -> None:
     warm_up = {"critic_warmup_steps": 1, "value_learning_rate": 3e-2}
-    steps = [(value_steps, ("", {}, of_ppo)) for of_ppo in ({}, warm_up)]
+    steps = [(value_steps, ("", {}, of_ppo)) for of_ppo in ({}, warm_up, ENTROPY)]
     for work, arguments in (*steps, (critic_steps, ("llama", str(tmp_path), {}))):
         expected: dict[str, Any] = work(None, *arguments)
         for result in of_product(

@@ -27,6 +27,7 @@ from tests.batches import make_batch
 from tests.ranks import of_product, on_ranks
 from tests.stages.products import name_of
 from tests.stages.sharded import (
+    ENTROPY,
     OPTIONS,
     algorithm,
     critic_steps,
@@ -166,13 +167,15 @@ def test_ranks_with_far_less_work_keep_step_and_change_nothing(chosen: dict[str,
 
 @pytest.mark.parametrize("chosen", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=name_of)
 @pytest.mark.parametrize(
-    "of_ppo", [{}, {"critic_warmup_steps": 1, "value_learning_rate": 3e-2}], ids=["", "warm-up"]
+    "of_ppo",
+    [{}, {"critic_warmup_steps": 1, "value_learning_rate": 3e-2}, ENTROPY],
+    ids=["", "warm-up", "entropy"],
 )
 def test_a_value_head_on_ranks_is_that_of_one_process(
     chosen: dict[str, int], of_ppo: dict[str, Any], tmp_path: Path
 ) -> None:
     """Its gradient, the gradient's norm with it, its moments; and what the ranks save, one process
-    resumes."""
+    resumes. With entropies also those of all tokens before the step, and the weight of a bonus."""
     options: dict[str, Any] = {"grad_clip": 0.5}
     expected = value_steps(None, "", options, of_ppo)
     found = of_product(
@@ -193,6 +196,9 @@ def test_a_value_head_on_ranks_is_that_of_one_process(
     Checkpoint(tmp_path, 2, {}, []).load_into(resumed_alone)
     for name, value in found[0]["head"].items():
         np.testing.assert_array_equal(resumed_alone.value_head[name].detach().numpy(), value)
+    control = resumed_alone.state_dict().get("control", {})
+    assert bool(control) == ("entropy_target" in of_ppo)
+    assert all(control[name] != found[0]["metrics"][0][name] for name in control)
     exported = load_file(tmp_path / "model" / "model.safetensors")
     assert not any("value_head" in name for name in exported)
 
