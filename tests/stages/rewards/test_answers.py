@@ -98,9 +98,9 @@ def test_what_is_not_one_score_for_each_row_is_an_error_of_the_call(
         1e39,
         10**400,
         1j,
-        [0.5],
+        [[0.5]],
         np.nan,
-        torch.zeros(2),
+        torch.zeros(2, 2),
         Decimal("nan"),
     ],
 )
