@@ -48,6 +48,7 @@ ALGORITHMS = {
     "sft": f"{_SUPERVISED}.sft:SFT",
     "shuffle_r1": f"{_GRADIENT}.shuffle_r1:ShuffleR1",
     "simpo": f"{_SUPERVISED}.simpo:SimPO",
+    "trajectory_balance": f"{_GRADIENT}.trajectory_balance:TrajectoryBalance",
 }
 
 

@@ -39,6 +39,7 @@ TWO = [{"name": "spelling"}, {"name": "exact_number", "weight": 0.5}]
         ("best_of_n", {"best": 2}, TWO[:1], {"entropy"}),
         ("simpo", {}, TWO[:1], {"preference_accuracy"}),
         ("kto", {"good_from": 0.2}, TWO[:1], {"kl_reference", "good_share"}),
+        ("trajectory_balance", {}, TWO[:1], {"log_partition", "reference_log_ratio"}),
     ],
 )
 async def test_a_run_takes_its_steps(
