@@ -105,7 +105,7 @@ def algorithm_of(recipe: Recipe) -> NamedAlgorithm:
     reads or makes one of them. Raises ValueError for a name or an option that is not known.
     """
     of = recipe.algorithm
-    algorithm = recipe.typed_algorithm.under(recipe.pipeline.staleness)[0]
+    algorithm = recipe.typed_algorithm.under(recipe.oldest_trained)[0]
     scores = algorithm.scores
     names = {*REFERENCE, TEACHER_IDS, TEACHER_LOGPROBS} & scores.keys()
     names = {name for name in names if scores[name] == "frozen model"}

@@ -199,6 +199,21 @@ class Recipe(Section):
         return self.train.groups_per_step * self.algorithm.group_size
 
     @property
+    def trained_rows_per_step(self) -> int:
+        """Samples that an optimizer step trains, those of earlier steps included."""
+        return self.rows_per_step + self.train.replay_groups * self.algorithm.group_size
+
+    @property
+    def replay_versions(self) -> int:
+        """For how many further steps a trained group may be trained again."""
+        return self.train.replay_versions if self.train.replay_groups else 0
+
+    @property
+    def oldest_trained(self) -> int:
+        """Versions by which a trained token may be behind: the staleness bound, and replay."""
+        return self.pipeline.staleness + self.replay_versions
+
+    @property
     def replicas(self) -> int:
         """Number of rollout engines."""
         return self.train.ranks if self.colocated else self.rollout.workers

@@ -217,7 +217,10 @@ class Execution:
     def _standing(self, flow: Flow) -> tuple[RunConfig, Mapping[str, int], Sequence[int], str]:
         """Return what the index is told of the run when it begins: the configuration of ``flow``,
         counters, groups to make again, and pass rates."""
-        config = flow.config(self.recipe.staleness_plan, self.recipe.algorithm.max_dropped)
+        recipe = self.recipe
+        config = flow.config(
+            recipe.staleness_plan, recipe.algorithm.max_dropped, recipe.replay_versions
+        )
         start = self.folder.start
         if start is None:
             return config, {"published": 0, "trained": 0, "admitted": 0}, [], ""

@@ -55,7 +55,7 @@ def options_of(recipe: Recipe) -> GuardOptions:
         gap_limit=(sync.probe_tolerance or 1e-3) / 5 if recipe.model.dtype == "float32" else 0.0,
         grad_clip=recipe.train.grad_clip,
         rebuilds=rebuilds,
-        constants=algorithm_of(recipe).constants(recipe.pipeline.staleness)
+        constants=algorithm_of(recipe).constants(recipe.oldest_trained)
         if recipe.runs_stage("update")
         else {},
     )

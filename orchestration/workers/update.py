@@ -41,6 +41,7 @@ from stages.weights.transport.roles import Publisher
 if TYPE_CHECKING:
     from stages.training.critic import CriticOrders
     from stages.training.rank_worker import RankWorker
+    from stages.training.replay import Replay
     from stages.training.skipped import SkippedSteps
 
 # checkpoints that are kept while batches are skipped: the weights of the newest may be at fault
@@ -162,6 +163,7 @@ class UpdateJob(Job):
             skipped=self._skipped,
             critic=self.critic,
             functions=scored_by(recipe),
+            replay=self._replay(),
         )
         self.version = lambda: self.stage.trained
         self.controller = self.control(self.stage, self._spans)
@@ -203,6 +205,13 @@ class UpdateJob(Job):
     def _reading(self, samples: SampleLog) -> Recorder:
         names = [function.name for function in self.recipe.reward.functions]
         return Recorder(self.dock, self.tokenizer, names, samples)
+
+    def _replay(self) -> Replay | None:
+        if not (most := self.recipe.train.replay_groups):
+            return None
+        from stages.training.replay import Replay
+
+        return Replay(self.index, most, self.recipe.seed)
 
     def _skipped(self) -> SkippedSteps:
         from stages.training import skipped

@@ -256,6 +256,10 @@ class LedgerEvent(EventData, kind="ledger"):
             "step drop no more."
         ),
     ] = 0
+    replayed: Annotated[
+        int, Doc("Samples of earlier steps that were trained again, each time; in no sum.")
+    ] = 0
+    replayed_tokens: Annotated[int, Doc("Their tokens.")] = 0
     dropped: Annotated[Mapping[str, int], Doc("Groups that were dropped, by reason.")] = field(
         default_factory=dict
     )

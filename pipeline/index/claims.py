@@ -109,6 +109,18 @@ class Claim:
         }
         return {"token": self.token, "rows": _in_order(self.row), **arrays}
 
+    def joined(self, other: Claim) -> Claim:
+        """Return the rows of this claim, then those of ``other``, under this one's token."""
+        joined = self.part(range(len(self)))
+        joined.row = np.concatenate([self.row, other.row])
+        joined._fixed = np.concatenate([self._fixed, other._fixed])
+        joined._made = np.concatenate([self._made, other._made])
+        joined.refs = [
+            np.concatenate(both) if len(both[0]) else both[0]
+            for both in zip(self.refs, other.refs, strict=True)
+        ]
+        return joined
+
     def part(self, positions: Sequence[int]) -> Claim:
         """Return the rows at ``positions`` under the same token."""
         at = np.asarray(positions, np.int64)

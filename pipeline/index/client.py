@@ -91,7 +91,8 @@ class RunConfig:
     ``reach``: a claim prefers rows that were made ready on its own node, and passes older ones on
     other nodes by at most so many groups. ``headstart``: rows that become ready on a node where
     their stage has workers are left to these for so many seconds. ``max_dropped``: how many groups
-    may leave untrained for each that a step trains, -1 for any number. The defaults are those of a
+    may leave untrained for each that a step trains, -1 for any number. ``replay_versions``: for how
+    many further steps a trained group may be trained again. The defaults are those of a
     flow without a trainer: the gate is always open.
     """
 
@@ -102,6 +103,7 @@ class RunConfig:
     staleness: int = UNLIMITED
     reach: int = 64
     max_dropped: int = -1
+    replay_versions: int = 0
     # enough for a woken worker to claim on a busy machine, little beside what a stage computes
     headstart: float = 0.1
 

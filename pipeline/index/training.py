@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from pipeline.data.events import EventData
 from pipeline.index.calls import Calls
@@ -56,11 +58,13 @@ class Training(Calls):
         version: int,
         event: EventData | None = None,
         reported: Mapping[str, float] = MappingProxyType({}),
+        replayed: Sequence[int] = (),
     ) -> int:
         """Record that an optimizer step was made of the claim's rows at ``version``; returns the
         trainer's new version, which is the step's number. ``event`` becomes a `step` event in the
         same atomic step, so that readers get each step exactly once. ``reported``: those of
-        :meth:`amounts` that the event has."""
+        :meth:`amounts` that the event has. ``replayed``: the groups of earlier steps that it was made
+        of too, ascending."""
         rows, _ = ranges(claim.row)
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
         skipped = bool(getattr(event, "skipped", ""))
@@ -73,19 +77,35 @@ class Training(Calls):
                 event=event and stamped(event),
                 skipped=skipped,
                 reported=dict(reported),
+                replayed=_group_ranges(replayed),
             )
         )
 
     async def replay(self, version: int) -> Claim:
-        """Return the rows of the step that was made at ``version`` as a claim without lease.
+        """Return the rows of the step that was made at ``version``, those of earlier steps last, as a
+        claim without lease.
 
         Raises StaleHandle where they are released.
         """
         return Claim("", "", await self._call_raw("replay", version=version))
 
+    async def replayable(self) -> list[int]:
+        """Return the groups of earlier steps that the next step may train again, oldest step
+        first."""
+        edges = np.array(await self.call("replayable") or (), np.int64).reshape(-1, 2).tolist()
+        return [group for first, last in edges for group in range(first, last + 1)]
+
+    async def trained_rows(self, groups: Sequence[int]) -> Claim:
+        """Return the rows of ``groups`` of earlier steps, ascending, as a claim without lease.
+
+        Raises StaleHandle where they are released.
+        """
+        return Claim("", "", await self._call_raw("trained_rows", groups=_group_ranges(groups)))
+
     async def release_steps(self, before: int) -> int:
-        """Release the rows of all steps that were made below version ``before``, which a
-        checkpoint covers; returns how many groups they were."""
+        """Release the rows of the steps that were made below version ``before``, which a checkpoint
+        covers, but for those that a later step may train again; returns how many groups they
+        were."""
         return int(await self.call("release_steps", before=before))
 
     async def publish_weights(self, version: int, record: Mapping[str, Any]) -> None:
@@ -118,3 +138,7 @@ class Training(Calls):
     async def end_swap_turn(self, worker: str) -> None:
         """Give the worker's turn to the next one."""
         await self.call("end_swap_turn", worker=worker)
+
+
+def _group_ranges(groups: Sequence[int]) -> list[int]:
+    return ranges(np.array(groups, np.int64))[0] if groups else []

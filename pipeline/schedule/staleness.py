@@ -47,6 +47,10 @@ No sample is dropped because of its age.
 
 A *filtered* group is not counted: q then means a group's number without the filtered ones before
 it. A group that is filtered later only moves the groups after it forward, so the bound holds.
+
+A *replayed* group was consumed before, at a step v' >= v - k, where k is how many versions rows are
+kept for replay, and with a staleness <= η. So its oldest version is >= v' - η, and at step v its
+staleness is <= η + k. It takes no part in admission or in the pick.
 """
 
 from __future__ import annotations

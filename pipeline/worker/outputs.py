@@ -91,13 +91,15 @@ class Dropped(Output):
 @dataclass(frozen=True, kw_only=True)
 class Trained(Output):
     """All rows of the claim were trained in an optimizer step at ``version``; ``event`` becomes its
-    `step` event atomically. ``reported``: the amounts of stages that it has."""
+    `step` event atomically. ``reported``: the amounts of stages that it has. ``replayed``: the
+    groups of earlier steps that were trained with them, ascending."""
 
     version: int
     event: EventData | None
     reported: Mapping[str, float] = field(default_factory=dict)
+    replayed: Sequence[int] = ()
 
     ends_lease = True
 
     async def commit(self, dock: Dock, claim: Claim) -> None:
-        await dock.index.train(claim, self.version, self.event, self.reported)
+        await dock.index.train(claim, self.version, self.event, self.reported, self.replayed)

@@ -73,7 +73,9 @@ class Flow:
 
         return Schema([column(name, kind) for name, kind in self.columns.items()])
 
-    def config(self, plan: StalenessPlan, max_dropped: int = -1) -> RunConfig:
+    def config(
+        self, plan: StalenessPlan, max_dropped: int = -1, replay_versions: int = 0
+    ) -> RunConfig:
         """Return what the index needs to know of the stages and of the staleness bound. For each
         group that a step trains ``max_dropped`` may leave untrained; -1: any number."""
         from pipeline.index.client import RunConfig, StageSpec
@@ -95,6 +97,7 @@ class Flow:
             window=plan.window,
             staleness=plan.bound,
             max_dropped=max_dropped,
+            replay_versions=replay_versions,
         )
 
     @cached_property

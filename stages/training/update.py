@@ -1,7 +1,7 @@
 """Update: claims P whole groups in admission order, makes one optimizer step of them, publishes
 what came out.
 
-    claim P groups (the window) ─▶ check the bound ─▶ train ─▶ commit the step and its event, atomically
+    claim P groups (the window) ─▶ check the bound ─▶ (draw replayed groups) ─▶ train ─▶ commit the step and its event
        ▲                                                          └─▶ publish v + 1: the gate opens ─▶ checkpoint?
     between two steps: an engine has reported v as damaged ─▶ the worker ends, and its successor publishes v again
 
@@ -55,6 +55,7 @@ from stages.weights.verification.probe import probed
 
 if TYPE_CHECKING:
     from stages.training.critic import CriticOrders
+    from stages.training.replay import Replay
     from stages.training.skipped import SkippedSteps
 
 log = structlog.get_logger()
@@ -85,7 +86,8 @@ class Update(Stage):
     ``scores``, as the run's own reward stage writes it; without them all rows have a reward.
     ``skipped`` makes what takes the steps with a loss or gradient that is not finite; None: they
     end the run. ``critic``: a critic with a worker of its own, which trains on the rows of each
-    step beside ``engine``: a step is committed when both have."""
+    step beside ``engine``: a step is committed when both have. ``replay`` draws the groups of
+    earlier steps that each step trains again; the bound is that of its own rows."""
 
     name = "update"
 
@@ -111,6 +113,7 @@ class Update(Stage):
         skipped: Callable[[], SkippedSteps] | None = None,
         critic: CriticOrders | None = None,
         functions: Mapping[str, float] = MappingProxyType({}),
+        replay: Replay | None = None,
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index)
         # For the step's event; each rank fetches the columns that it trains on.
@@ -134,6 +137,7 @@ class Update(Stage):
         self._make_skipped = skipped
         self.skipped: SkippedSteps | None = None  # since the first one
         self.critic = critic
+        self._replay = replay
         self._functions = functions
         self._since = time.monotonic()
         self._publish_first = publish_first
@@ -157,9 +161,7 @@ class Update(Stage):
         while self.trained < status.trained:
             try:
                 claim = await self.dock.index.replay(self.trained)
-                await self._train_or_skip(
-                    claim, (self.trained - claim.oldest_version.astype(int)).tolist()
-                )
+                await self._train_or_skip(claim)
             except StaleHandle as gone:
                 raise SamplesGone(str(gone)) from gone
             self.trained += 1
@@ -178,13 +180,14 @@ class Update(Stage):
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         async with self._stepping, self.device.training():
-            stale = (self.trained - claim.oldest_version.astype(int)).tolist()
+            stale = self._staleness(claim)
             if max(stale) > self.staleness or min(stale) < 0:
                 raise BoundBroken(
                     f"step {self.trained + 1}: staleness {min(stale)}..{max(stale)}, the bound is "
                     f"{self.staleness}"
                 )
-            metrics, reason, seconds, samples = await self._train_and_read(claim, stale)
+            replayed = await self._replay.draw(self.trained) if self._replay else None
+            metrics, reason, seconds, samples = await self._train_and_read(claim, replayed)
             if "truncated" in rows:
                 metrics = {**metrics, "truncated": float(rows["truncated"].float().mean())}
             metrics = {**metrics, **variety(claim, rows)}
@@ -208,6 +211,7 @@ class Update(Stage):
                 version=self.trained,
                 event=event,
                 reported=amounts,
+                replayed=sorted(set(replayed.group.tolist())) if replayed else (),
                 tokens=int(claim.tokens.sum()),
             )
             self.trained += 1
@@ -227,25 +231,31 @@ class Update(Stage):
         await self._after_step(self.trained)
         await self.dock.index.emit(await self.dock.index.ledger_event())
 
+    def _staleness(self, claim: Claim) -> list[int]:
+        return (self.trained - claim.oldest_version.astype(int)).tolist()
+
     async def _train_and_read(
-        self, claim: Claim, stale: list[int]
+        self, claim: Claim, replayed: Claim | None
     ) -> tuple[Mapping[str, float], str, float, Sequence[Sample]]:
-        """Train or skip, and read beside it what is recorded: its rows are gone with the next
-        checkpoint. Also the seconds of training."""
+        """Train or skip the rows of ``claim``, and those ``replayed``, and read beside it what is
+        recorded: the claim's rows, which are gone with the next checkpoint. Also the seconds of
+        training."""
         began = time.monotonic()
         reading = None
         if self.recorder is not None:
+            stale = self._staleness(claim)
             reading = asyncio.create_task(self.recorder.read(self.trained + 1, claim, stale))
         try:
-            metrics, reason = await self._train_or_skip(claim, stale)
+            batch = claim.joined(replayed) if replayed else claim
+            metrics, reason = await self._train_or_skip(batch)
             seconds = time.monotonic() - began
+            if replayed:
+                metrics = {**metrics, **replay_figures(self._staleness(replayed))}
             return metrics, reason, seconds, await reading if reading is not None else []
         finally:
             await cancel_all(reading)
 
-    async def _train_or_skip(
-        self, claim: Claim, stale: list[int]
-    ) -> tuple[Mapping[str, float], str]:
+    async def _train_or_skip(self, claim: Claim) -> tuple[Mapping[str, float], str]:
         """Return the metrics of a step on the claim's rows, or why none was taken. Raises
         TooManySkipped."""
         try:
@@ -254,6 +264,7 @@ class Update(Stage):
             if self._make_skipped is None:
                 raise
             self.skipped = self.skipped or self._make_skipped()
+            stale = self._staleness(claim)
             await self.skipped.add(self.trained + 1, claim, stale, str(refused))
             return {}, str(refused)
         if self.skipped is not None:
@@ -446,6 +457,16 @@ def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
             if chosen.any():
                 out[f"response_length_{side}"] = float(lengths[chosen].mean())
     return out
+
+
+def replay_figures(staleness: Sequence[int]) -> dict[str, float]:
+    """Return the metrics of a step's replayed rows, whose ``staleness`` is apart from that of its
+    own."""
+    return {
+        "replayed_rows": len(staleness),
+        "replayed_staleness_mean": sum(staleness) / len(staleness),
+        "replayed_staleness_max": max(staleness),
+    }
 
 
 def groups_of(claim: Claim) -> torch.Tensor:

@@ -74,3 +74,11 @@ def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             key, dp, reason, f"use at most {groups}, or set train.groups_per_step = {dp} or more"
         )
+
+
+@check("train.replay_groups", "external")
+def replay_has_its_trainer(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.train.replay_groups and not recipe.runs_stage("update"):
+        reason = "is for a trainer of the run's own, but external.stages has 'update'"
+        fix = "set 0; an external trainer may keep the samples that it got"
+        yield Problem("train.replay_groups", recipe.train.replay_groups, reason, fix)

@@ -164,7 +164,7 @@ def _fix(recipe: Recipe, side: str, part: str, share: float) -> tuple[str, str]:
         checkpointing = (
             "" if train.activation_checkpointing else "set train.activation_checkpointing = true"
         )
-        used = min(train.token_budget, recipe.rows_per_step * longest)
+        used = min(train.token_budget, recipe.trained_rows_per_step * longest)
         if (tokens := int(used * share * 0.95)) >= longest:
             return "train.token_budget", f"use a value <= {tokens}" + (
                 f", or {checkpointing}" if checkpointing else ""

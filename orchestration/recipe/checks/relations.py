@@ -329,7 +329,7 @@ def bound_can_be_decided(recipe: Recipe) -> Iterator[Problem]:
     *(f"pipeline.{key}" for key in ("arena", "window", "staleness")),
     *(f"rollout.{key}" for key in ("max_tokens", "budget", "on_update")),
     *("train.groups_per_step", "algorithm.group_size", "prompts.max_prompt_tokens"),
-    *("checkpoint.every", "launch.placement"),
+    *("checkpoint.every", "launch.placement", "train.replay_groups", "train.replay_versions"),
 )
 def arena_has_room(recipe: Recipe) -> Iterator[Problem]:
     arena = recipe.pipeline.arena

@@ -385,6 +385,18 @@ class TrainSection(Strategies, Section):
         Groups,
         FixedOnResume("the gate counts the groups of all steps by it, of those already made too"),
     ] = key(4, "Prompts of one optimizer step (P), each with its group.")
+    replay_groups: Annotated[int, Field(ge=0), unit("groups")] = key(
+        0,
+        "Groups of earlier steps that each step trains again, beside `groups_per_step`: drawn "
+        "uniformly by `seed` and step, fewer where there are fewer. For algorithms to which a "
+        "sample's age does not matter, such as `trajectory_balance`. 0: each group is trained once.",
+    )
+    replay_versions: Annotated[int, Field(ge=1), unit("versions")] = key(
+        4,
+        "Steps after its own in which `replay_groups` may draw a group: its tokens are then at "
+        "most `pipeline.staleness` + this behind. `pipeline.arena` holds the samples of so many "
+        "steps more.",
+    )
     optimizer: Annotated[
         Optimizer, FixedOnResume("the checkpoint has the state of this optimizer")
     ] = key(

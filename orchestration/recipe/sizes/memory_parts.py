@@ -123,7 +123,7 @@ def micro_batch(recipe: Recipe, prompt: int) -> MicroBatch:
     train = recipe.train
     size = recipe.algorithm.group_size
     fed = recipe.longest_response - 1
-    rows = -(-recipe.rows_per_step // train.dp)
+    rows = -(-recipe.trained_rows_per_step // train.dp)
     group = prompt + size * fed  # of one replica
     groups = 1
     fits = size

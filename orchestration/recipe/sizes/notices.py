@@ -30,7 +30,7 @@ def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Proble
         )
         yield Problem("train.precision", "model", wrong, "leave it out, for float32 master weights")
     if recipe.runs_stage("update"):
-        for metric, reason in algorithm_of(recipe).constants(recipe.pipeline.staleness).items():
+        for metric, reason in algorithm_of(recipe).constants(recipe.oldest_trained).items():
             fix = (
                 "set algorithm.options.mini_batches or epochs to 2 or more, or take it for what "
                 "it is"

@@ -107,7 +107,8 @@ class Plan:
     rows_in_flight: int
     rows_per_step: int
     rows_retained: int
-    """Rows of trained steps that no checkpoint covers yet; a restarted trainer replays them."""
+    """Rows of trained steps that no checkpoint covers yet, which a restarted trainer replays, and of
+    those that later steps may train again."""
     arena_bytes: int
     prompt_tokens: int
     tokens_per_step: int
@@ -185,7 +186,7 @@ def plan(recipe: Recipe) -> Plan:
         turns=turns(recipe) if recipe.colocated and parameters else None,
         memory=memory_of(recipe),
         flow=document(flow_of(recipe)),
-        picked=recipe.typed_algorithm.under(recipe.pipeline.staleness)[1],
+        picked=recipe.typed_algorithm.under(recipe.oldest_trained)[1],
         notices=list(map(str, notices_of(recipe))),
     )
 
@@ -208,8 +209,9 @@ def memory_of(recipe: Recipe) -> dict[Engine, dict[str, int]]:
 
 
 def arena_bytes(recipe: Recipe) -> int:
-    """Bytes that the arena needs so that the run never blocks: all samples in flight and all that
-    no checkpoint covers yet, as long as they may be, and the share that the gate leaves free."""
+    """Bytes that the arena needs so that the run never blocks: all samples in flight and all
+    that no checkpoint covers yet or a later step may train again, as long as they may be, and the
+    share that the gate leaves free."""
     # int64 ids and their text. The prompts admitted together are one block, which is released as a
     # whole.
     prompt = (8 + TEXT_BYTES) * (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + BLOCK_BYTES
@@ -230,7 +232,7 @@ def share_of_trained(recipe: Recipe) -> float:
 
 def _steps_retained(recipe: Recipe) -> int:
     # one is made while the checkpoint is written
-    return min(recipe.checkpoint.every + 1, recipe.train.steps)
+    return min(recipe.checkpoint.every + 1 + recipe.replay_versions, recipe.train.steps)
 
 
 def _prompts(recipe: Recipe, steps: int) -> int:

@@ -48,6 +48,8 @@
 --                     128 random bits that the client made. A call with a token must name its owner: '' for the run's own workers
 --   due:STAGE         token → deadline in ms
 --   steps             trainer's version → groups trained at it, until they are released
+--   replays           trainer's version → groups of earlier steps that were trained again at it, until a checkpoint covers it
+--   skipped           versions in `steps` at which a step was skipped: its groups are not trained again
 --   blocks            block → {warehouse, offset, bytes, worker}   refs   block → rows that point to it, + 1 while it is open
 --   open:WORKER       blocks that the worker still writes to
 --   warehouses        number → {name, node, path, host, port, bytes, leaving, seen}   names   name → number
@@ -90,6 +92,7 @@ local function config(run)
     if configured == 1000 then configs, configured = {}, 0 end
     configs[run], configured = cmsgpack.unpack(packed), configured + 1
     for _, stage in ipairs(configs[run].stages) do stage.origin = stage.origin or stage.name end  -- of an older release
+    configs[run].replay_versions = configs[run].replay_versions or 0
   end
   return configs[run]
 end

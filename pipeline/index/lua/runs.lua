@@ -132,6 +132,7 @@ local function ledger(run)
     in_flight = samples, in_flight_tokens = tokens, in_flight_turns = turns,
     redelivered = value(run, 'redelivered'), skipped_steps = value(run, 'skipped_steps'),
     spared_groups = value(run, 'spared_groups'),
+    replayed = value(run, 'replayed_rows'), replayed_tokens = value(run, 'replayed_rows_tokens'),
   }
   for _, unit in ipairs({ '', '_tokens', '_turns' }) do
     out['generated' .. unit] = value(run, 'generated' .. unit)
@@ -177,7 +178,9 @@ define('resume_point', function(run, a)
     end
     counters['generated' .. unit] = left
   end
-  for _, name in ipairs({ 'filtered_groups', 'dropped_before', 'spared_groups', 'skipped_steps' }) do counters[name] = value(run, name) end
+  for _, name in ipairs({ 'filtered_groups', 'dropped_before', 'spared_groups', 'skipped_steps', 'replayed_rows', 'replayed_rows_tokens' }) do
+    counters[name] = value(run, name)
+  end
   for _, field in ipairs(call('HKEYS', run .. 'n')) do
     if sub(field, 1, 4) == 'drop' then counters[field] = value(run, field) end
   end

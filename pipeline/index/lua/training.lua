@@ -37,8 +37,30 @@ define('amounts', function(run)
   return out
 end, true)
 
--- {stage, token, owner?, version, rows, event?, skipped?, reported = {name → number}}: an optimizer step was made of
--- these rows at `version`; → the next one. Its event has the amounts `reported`.
+-- Counts the rows of groups {first, last, …} as trained once more, at version `trained`. They must be of earlier steps, and no older
+-- than replayed rows may be. Those that a warehouse has lost since they were fetched are left out.
+local function count_replayed(run, cfg, groups, trained)
+  local rows = rows_in(run, groups)
+  for i = 1, #rows, 2 do
+    local from, to = rows[i], rows[i + 1]
+    local made = read(run, 'g', 8, from, to)
+    stretches(read(run, 's', 8, from, to), function(entry, x)
+      if select(3, unpack_at('<I4I2I1', entry)) ~= TRAINED then fail('BAD', 'row ' .. from + x .. ' was not trained; it cannot be replayed') end
+    end)
+    for j = 0, to - from do
+      local oldest, bound = unpack_at('<i4', made, 8 * j + 1), cfg.staleness + cfg.replay_versions
+      if trained - oldest > bound then
+        fail('STALE', 'replayed row ' .. from + j .. ' of version ' .. oldest .. ' at version ' .. trained .. ': the bound is ' .. bound)
+      end
+    end
+    count(run, 'replayed_rows', to - from + 1)
+    count(run, 'replayed_rows_tokens', sum_of(made, 8, 5, 0, to - from))
+  end
+end
+
+-- {stage, token, owner?, version, rows, event?, skipped?, reported = {name → number}, replayed = {first group, last, …}}: an
+-- optimizer step was made of these rows at `version`, and of the groups `replayed` of earlier steps; → the next one. Its event
+-- has the amounts `reported`.
 define('train', function(run, a)
   local cfg = config(run)
   local stage = stage_of(cfg, a.stage)
@@ -67,6 +89,10 @@ define('train', function(run, a)
       k = k + size
     end
   end
+  if #a.replayed > 0 then
+    count_replayed(run, cfg, a.replayed, trained)
+    call('HSET', run .. 'replays', trained, cmsgpack.pack(a.replayed))
+  end
   tally(run, a.rows, 'trained_rows')
   for r, parts in ipairs(ranges) do
     local states = {}
@@ -80,7 +106,10 @@ define('train', function(run, a)
   call('HSET', run .. 'steps', trained, cmsgpack.pack(groups))
   count(run, 'spared_groups', no_longer_spared(run, groups))
   call('HSET', run .. 'n', 'trained', trained + 1, 'dropped_before', value(run, 'filtered_groups'))
-  if a.skipped then count(run, 'skipped_steps', 1) end
+  if a.skipped then
+    count(run, 'skipped_steps', 1)
+    call('SADD', run .. 'skipped', trained)
+  end
   for name, amount in pairs(a.reported or {}) do
     local left = tonumber(call('HINCRBYFLOAT', run .. 'amounts', name, -amount))
     if math.abs(left) < 1e-9 then call('HDEL', run .. 'amounts', name) end  -- a rounding may be left
@@ -90,24 +119,56 @@ define('train', function(run, a)
   return trained + 1
 end)
 
--- {version} → the rows that a step was made of at it, for a restarted trainer that replays it.
+-- The rows of groups {first, last, …}, which must all be there.
+local function rows_of_groups(run, groups)
+  local rows = rows_in(run, groups)
+  for i = 1, #groups, 2 do
+    for group = groups[i], groups[i + 1] do
+      if select(2, rows_of(run, group)) == 0 then fail('GONE', 'group ' .. group .. ' of an earlier step was released, or lost with a warehouse') end
+    end
+  end
+  return rows
+end
+
+-- {version} → the rows that a step was made of at it, its own and then those of earlier steps, for a restarted trainer that
+-- replays it.
 define('replay', function(run, a)
-  local packed = call('HGET', run .. 'steps', a.version)
+  local packed, earlier = call('HGET', run .. 'steps', a.version), call('HGET', run .. 'replays', a.version)
   if not packed then
     fail('GONE', 'step ' .. a.version + 1 .. ' cannot be replayed: a checkpoint covers it, or its samples were lost with a '
       .. 'warehouse; resume from the checkpoint')
   end
-  return describe(run, config(run), rows_in(run, cmsgpack.unpack(packed)))
+  local rows = rows_in(run, cmsgpack.unpack(packed))
+  local replayed = earlier and rows_of_groups(run, cmsgpack.unpack(earlier)) or {}
+  for i = 1, #replayed do rows[#rows + 1] = replayed[i] end
+  return describe(run, config(run), rows)
 end, true)
 
--- {before}: a checkpoint covers the steps that were made below version `before`. Their rows are released; → how many groups they were.
+-- → the groups {first, last, …} that the next step may train again: those of the last `replay_versions` steps, but for skipped ones
+define('replayable', function(run)
+  local groups, trained = {}, value(run, 'trained')
+  for version = max(0, trained - config(run).replay_versions), trained - 1 do
+    local packed = call('SISMEMBER', run .. 'skipped', version) == 0 and call('HGET', run .. 'steps', version)
+    local list = packed and cmsgpack.unpack(packed) or {}
+    for i = 1, #list do groups[#groups + 1] = list[i] end
+  end
+  return groups
+end, true)
+
+-- {groups = {first, last, …}} → the rows of groups of earlier steps, group by group
+define('trained_rows', function(run, a) return describe(run, config(run), rows_of_groups(run, a.groups)) end, true)
+
+-- {before}: a checkpoint covers the steps that were made below version `before`. The rows are released of those that no step from
+-- `before` on may train again; → how many groups they were.
 define('release_steps', function(run, a)
   local cfg, freed, released = config(run), {}, 0
   for _, version in ipairs(call('HKEYS', run .. 'steps')) do
-    if int(version) < a.before then
+    if int(version) < a.before then call('HDEL', run .. 'replays', version) end
+    if int(version) < a.before - cfg.replay_versions then
       local groups = cmsgpack.unpack(call('HGET', run .. 'steps', version))
       erase_groups(run, cfg, groups, freed)
       call('HDEL', run .. 'steps', version)
+      call('SREM', run .. 'skipped', version)
       released = released + size_of(groups)
     end
   end

@@ -70,6 +70,8 @@ local function lose(run, a)
     if hit then
       erase_groups(run, cfg, groups, freed)
       call('HDEL', run .. 'steps', version)
+      call('HDEL', run .. 'replays', version)
+      call('SREM', run .. 'skipped', version)
     end
   end
   for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do

@@ -71,6 +71,15 @@ def test_a_run_shorter_than_its_checkpoints_keeps_no_more_than_it_makes() -> Non
     assert of(train={"steps": 3}, checkpoint={"every": 50}).rows_retained == 3 * of().rows_per_step
 
 
+def test_rows_that_may_be_trained_again_are_kept_so_many_steps_longer() -> None:
+    plain = of(train={"steps": 100, "replay_versions": 6})
+    replaying = of(train={"steps": 100, "replay_versions": 6, "replay_groups": 2})
+    assert plain.rows_retained == of().rows_retained
+    assert replaying.rows_retained == plain.rows_retained + 6 * plain.rows_per_step
+    row = 6 * plain.rows_per_step * 16 * recipe().rollout.max_tokens
+    assert replaying.arena_bytes - plain.arena_bytes > row
+
+
 def test_samples_that_no_checkpoint_covers_leave_room_for_what_is_in_flight() -> None:
     least = arena_bytes(recipe())
     shares = [share_of_trained(recipe(pipeline={"arena": size})) for size in (least, 4 * least)]
@@ -192,6 +201,9 @@ def test_a_clip_that_never_acts_is_noticed(
         True
     ] * never
     assert set(options_of(recipe(**changes)).constants) == ({"clip_fraction"} if never else set())
+    if options.get("proximal") == "interpolated":
+        replaying = recipe(**changes, train={"steps": 9, "replay_groups": 1})
+        assert not options_of(replaying).constants, "replayed rows are older"
     assert of(**changes, external={"stages": ["update"]}).notices == [], "another program trains"
 
 

@@ -57,6 +57,7 @@ UNUSED = {
         *("stages.rollout.given_responses", "stages.prompts.rows.tables"),
         *("stages.tasks.answers", "stages.tasks.gym_answers", "stages.training.colocated"),
         *("stages.training.critic", "stages.training.rank_worker", "stages.training.rendezvous"),
+        "stages.training.replay",
         *("stages.training.skipped", "stages.rewards.divided", "stages.weights.transport.depot"),
         *("orchestration.guard.functions", "api.terminal.reward_notes"),
         *("stages.weights.transport.network", "stages.weights.transport.chain"),

@@ -45,6 +45,15 @@ def test_keys_that_do_not_fit_a_colocated_run_are_reported(
     assert str(blamed).startswith(key)
 
 
+def test_trained_groups_are_replayed_by_the_runs_own_trainer_alone(minimal: Path) -> None:
+    overrides = ("train.replay_groups=2", 'external.stages=["update"]')
+    [blamed] = [
+        problem for problem in problems(minimal, *overrides) if problem.key == "train.replay_groups"
+    ]
+    assert (blamed.value, blamed.fix.startswith("set 0")) == (2, True)
+    assert problems(minimal, overrides[0]) == []
+
+
 # The same for settings of the vLLM engine.
 VLLM_FAULTS = [
     (
