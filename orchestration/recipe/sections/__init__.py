@@ -389,7 +389,8 @@ class TrainSection(Strategies, Section):
         0,
         "Groups of earlier steps that each step trains again, beside `groups_per_step`: drawn "
         "uniformly by `seed` and step, fewer where there are fewer. For algorithms to which a "
-        "sample's age does not matter, such as `trajectory_balance`. 0: each group is trained once.",
+        "sample's age does not matter, such as `trajectory_balance`. 0: each group is trained "
+        "once.",
     )
     replay_versions: Annotated[int, Field(ge=1), unit("versions")] = key(
         4,
