@@ -173,9 +173,11 @@ def _options_are_taken(
             reason = "is an argument that reward functions get from the run"
             yield Problem(key, value, reason, "take it out")
         elif names is not None and option not in names:
-            own = [name for name in names if name not in RESERVED]
+            allowed = [name for name in names if name not in RESERVED]
             reason = f"is no argument of {section.name!r}"
-            yield Problem(key, value, reason, suggest(option, own) if own else "take it out")
+            yield Problem(
+                key, value, reason, suggest(option, allowed) if allowed else "take it out"
+            )
 
 
 def _stages_and_environments(

@@ -205,13 +205,13 @@ def choices_markdown() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, algorithm in sorted(built_in().items()):
-        made = algorithm()
-        beside = dict.fromkeys(BESIDE[where] for where in made.scores.values())
+        instance = algorithm()
+        beside = dict.fromkeys(BESIDE[where] for where in instance.scores.values())
         paper = re.search(r"eprint = {([\d.]+)}", algorithm.citation)
         cells = (
             f"`{name}`",
-            vars(algorithm).get("use_for") or inspect.getdoc(algorithm).partition(".")[0],
-            _data_of(made),
+            vars(algorithm).get("use_for") or str(inspect.getdoc(algorithm)).partition(".")[0],
+            _data_of(instance),
             f"{algorithm.least_group_size} or more",
             ", ".join(beside) or "nothing",
             _own_options(algorithm),
@@ -235,15 +235,16 @@ def _own_options(algorithm: type[Algorithm]) -> str:
     """The options that ``algorithm`` has beside those of the nearest class above it that is an
     algorithm of the product or one of COMMON, and those with another default."""
     named = {*built_in().values(), *COMMON}
-    above = next(base for base in algorithm.__mro__[1:] if base in named)
+    bases = (base for base in algorithm.__mro__[1:] if issubclass(base, Algorithm))
+    above = next(base for base in bases if base in named)
     fields = above.model_fields
-    own = [
+    options = [
         f"`{name}`"
         for name, field in algorithm.model_fields.items()
         if name not in fields or fields[name].default != field.default
     ]
     inherited = [] if above in COMMON else [f"those of `{above.name}`"]
-    return ", ".join(own + inherited)
+    return ", ".join(options + inherited)
 
 
 PAGES = {"recipe": markdown, "stages": algorithms_markdown, "algorithms": choices_markdown}
