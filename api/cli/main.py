@@ -7,7 +7,7 @@
     view           runs of this machine in the dashboard, without a service (api.cli.view)
     tinker         models for the training loops of Tinker's clients (api.cli.service.tinker)
     deploy         the policy of a run on Ray Serve (api.cli.service.deploy)
-    runs, login    the runs of a service, over REST (api.cli.service.runs)
+    runs, login    the runs of a service, over REST (api.cli.service.runs); forks (api.cli.fork)
     link           a link that signs a browser in to a service (api.cli.service.link)
     why            what a run waits for at this moment (api.cli.why)
     checkpoint     whether checkpoints are as they were written (api.cli.checkpoint)
@@ -135,7 +135,7 @@ COMMANDS = {
         "api.cli.dock:dock_app",
         "Look into the sample flow of a run; export trajectories.",
     ),
-    "runs": ("api.cli.service.runs:runs_app", "Start, stop and watch the runs of a service."),
+    "runs": ("api.cli.fork:runs_app", "Start, stop and watch the runs of a service."),
     "token": (
         "api.cli.service.token:token_app",
         "Bearer tokens: who may use a service, and for what.",

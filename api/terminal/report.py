@@ -336,8 +336,9 @@ def evaluation_text(cost: Mapping[str, Any]) -> str:
         return ""
     share = cost["engine_seconds"] / cost["seconds"] if cost["seconds"] else 0.0
     text = (
-        f"{cost['count']} with {cost['rows']:,} answers, {cost['tokens']:,} tokens; {share:.0%} of "
-        f"an engine for {duration(cost['seconds'])} (all of one for {cost['engine_seconds']:,.1f} s)"
+        f"{cost['count']} with {cost['rows']:,} answers, {cost['tokens']:,} tokens; "
+        f"{share:.0%} of an engine for {duration(cost['seconds'])} "
+        f"(all of one for {cost['engine_seconds']:,.1f} s)"
     )
     text += f"; {cost['missed']} more were due, and left out" if cost["missed"] else ""
     return text + unscored(cost["failed"], cost["absent"])

@@ -27,7 +27,6 @@ from api.cli.common.options import (
     JsonOption,
     PlainOption,
     SetOption,
-    TrustOption,
 )
 from api.cli.common.output import advised, fitting_table, local_time, print_json, refuse
 from api.cli.common.recipe_files import complete_path
@@ -39,7 +38,6 @@ from api.cli.service.asking import (
     is_loopback,
     is_run_folder,
     newest_runs,
-    split_step,
 )
 from api.cli.service.keeping import archive, confirm, delete_folder, disk
 from api.cli.service.labels import note, tag
@@ -65,7 +63,7 @@ runs_app.command()(archive)
 runs_app.command()(disk)
 
 
-def _complete_run(ctx: typer.Context, incomplete: str) -> Iterator[tuple[str, str]]:
+def complete_run(ctx: typer.Context, incomplete: str) -> Iterator[tuple[str, str]]:
     for run in ask_for_completion(ctx.params.get("server"), newest_runs) or ():
         if run.id.startswith(incomplete):
             yield run.id, f"{run.state}, step {run.steps_done} of {run.steps}"
@@ -85,7 +83,7 @@ RunArgument = Annotated[
     typer.Argument(
         metavar="RUN",
         help="A run's id, from `asyncdock runs list`, or its folder.",
-        autocompletion=_complete_run,
+        autocompletion=complete_run,
     ),
 ]
 LiveArgument = Annotated[
@@ -94,7 +92,7 @@ LiveArgument = Annotated[
         metavar="RUN",
         help="A run's id, from `asyncdock runs list`; or the folder of one that `asyncdock run` "
         "executes.",
-        autocompletion=_complete_run,
+        autocompletion=complete_run,
     ),
 ]
 
@@ -169,48 +167,11 @@ def start(
     """Start a run of RECIPE, or queue it. With --watch, Ctrl-C leaves the view and not the run."""
     recipe_or_name, overrides = _submission(recipe, set_ or [])
     view = ask(server, lambda client: client.submit(recipe_or_name, overrides, key=key or None))
-    _started(server, view, watch=watch, as_json=as_json, plain=plain)
+    started(server, view, watch=watch, as_json=as_json, plain=plain)
 
 
-@runs_app.command()
-def fork(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN[@STEP]",
-            help="A run's id or folder, live or ended, and the step of a checkpoint (0: as it "
-            "began itself). Default: the newest.",
-            autocompletion=_complete_run,
-        ),
-    ],
-    set_: SetOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Of a folder: a new one. Default: runs/NAME-fork-TIME."),
-    ] = None,
-    trust: TrustOption = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Then watch it.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: of a folder every event, a line each.")
-    ] = False,
-    plain: PlainOption = False,
-    server: ServerOption = DEFAULT_SERVER,
-) -> None:
-    """Start a new run with the weights of a checkpoint of RUN: of a service in its queue, of a
-    folder here. RUN stays as it is."""
-    name, version = split_step(run)
-    overrides = _overrides(set_ or [])
-    if is_run_folder(name):
-        from api.cli.local_run import fork_here
-
-        fork_here(name, version, overrides, out, trust=trust, as_json=as_json, plain=plain)
-    if out is not None:
-        refuse("--out: is for runs in folders; a service chooses the folders of its runs")
-    view = ask(server, lambda client: client.fork(name, overrides, version=version), name)
-    _started(server, view, watch=watch, as_json=as_json, plain=plain)
-
-
-def _started(server: str, view: RunView, *, watch: bool, as_json: bool, plain: bool) -> None:
+def started(server: str, view: RunView, *, watch: bool, as_json: bool, plain: bool) -> None:
+    """Print the run ``view`` that a command has started, or with ``watch`` watch it."""
     if watch:
         complain(f"Started {view.id}")
         _watch(server, view.id, as_json=as_json, plain=plain)
@@ -263,7 +224,7 @@ def resume(
 ) -> None:
     """Go on after a pause; or, when it has ended, from its newest checkpoint, with the keys that
     --set changes."""
-    overrides = _overrides(set_ or [])
+    overrides = set_values(set_ or [])
     local_request = None if overrides or start_version is not None else _active("resume")
 
     async def resumed(client: Client) -> tuple[RunView, str]:
@@ -463,10 +424,10 @@ def _submission(
         if problems:
             refuse("\n".join(map(str, problems)))
         return data, None
-    return recipe, _overrides(sets)
+    return recipe, set_values(sets)
 
 
-def _overrides(sets: Sequence[str]) -> dict[str, Any]:
+def set_values(sets: Sequence[str]) -> dict[str, Any]:
     """Return the values of options --set by key."""
     from orchestration.recipe.loading.load import toml_value
 
