@@ -69,7 +69,7 @@ def test_a_folder_is_rows(folder: Path) -> None:
         assert steps["reward_mean"].tolist() == [event.data["reward_mean"] for event in events]
         assert steps["version"].dtype == int
         assert run.metrics("evaluation", every=3600.0)[0]["count"] > 0  # type: ignore[operator]
-        with pytest.raises(WrongInput, match="is not known here; use one of: sync/"):
+        with pytest.raises(WrongInput, match="is not known here; use one of: 'sync"):
             run.metrics("sync/nobody")
         samples = pandas.DataFrame(run.samples(step=events[-1].data["step"]))
         assert len(samples) == events[-1].data["rows"]
