@@ -34,7 +34,7 @@ from stages.environments.interface import (
     Trajectory,
     Turn,
 )
-from stages.rewards.calls import named_by, plain_scores, raised
+from stages.rewards.calls import named_by, plain_number, raised
 from stages.threads import CallThread
 from stages.user_code import CodeUnusable, find, place_in, place_of, shown
 
@@ -365,7 +365,7 @@ class ClassEnvironment:
                 os._exit(0)  # a child that the method has forked must not answer too
 
     def _number(self, value: Any) -> float | None:
-        (score,) = plain_scores([value], 1)
+        score = plain_number(value)
         if isinstance(score, str):
             raise self._failed(score.replace("as a score", "as a reward"))
         return score

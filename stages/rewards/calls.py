@@ -161,6 +161,14 @@ def plain_scores(result: Any, rows: int) -> Scores:
     return [_plain_score(value) for value in values]
 
 
+def plain_number(value: Any) -> float | None | str:
+    """Return a reward as a number, or None; a text says why it is neither."""
+    (score,) = plain_scores([value], 1)
+    if isinstance(score, list):
+        return f"returned {value!r:.100} as a score; a number, or None, is wanted"
+    return score
+
+
 def _values(result: Any, rows: int) -> list[Any]:
     """Return the values of ``result``; of an iterator, which may have no end, one more than wanted
     at most."""

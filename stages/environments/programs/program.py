@@ -20,7 +20,7 @@ from stages.environments.interface import EnvironmentFailed, Reply, Trajectory, 
 from stages.environments.programs.endpoint import Endpoint
 from stages.environments.programs.exchange import Exchange
 from stages.environments.programs.session import Session
-from stages.rewards.calls import named_by, plain_scores, raised
+from stages.rewards.calls import named_by, plain_number, raised
 from stages.threads import CallThread
 from stages.user_code import place_in, place_of
 
@@ -137,8 +137,8 @@ class ProgramEnvironment:
         return Reply(reward=self._number(reward), done=True)
 
     def _number(self, value: Any) -> float | None:
-        (score,) = plain_scores([value], 1)
-        if isinstance(score, str | list):
+        score = plain_number(value)
+        if isinstance(score, str):
             reason = f"{self._use} returned {value!r:.200}; a number or None is wanted"
             raise EnvironmentFailed(reason, place_in(None, self._solve))
         return score
