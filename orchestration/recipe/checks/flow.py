@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from orchestration.recipe.checks.code import option_problems
-from orchestration.recipe.checks.registry import check
+from orchestration.recipe.checks.registry import check, problem
 from orchestration.recipe.flow import algorithm_of, declarations_of, flow_of, reward_reads
+from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import StageSection
+from orchestration.recipe.sizes.planner import vocabulary_of
 from pipeline.problems import Problem
-from stages.flow.catalogue import ENDED, TRAJECTORY
-from stages.flow.declarations import FlowError
+from stages.flow.catalogue import ENDED, TEACHER_IDS, TRAJECTORY
+from stages.flow.declarations import IN_TRAINING, FlowError, token_shape
 from stages.flow.user_stage import stage_class
 from stages.user_code import CodeUnusable
 
@@ -82,3 +84,24 @@ def replay_has_its_trainer(recipe: Recipe) -> Iterator[Problem]:
         reason = "is for a trainer of the run's own, but external.stages has 'update'"
         fix = "set 0; an external trainer may keep the samples that it got"
         yield Problem("train.replay_groups", recipe.train.replay_groups, reason, fix)
+
+
+@check("external", "algorithm", "stages", "model", "environment")
+def teacher_tokens_fit(recipe: Recipe) -> Iterator[Problem]:
+    algorithm = value_or_none(lambda: algorithm_of(recipe))
+    if algorithm is None or TEACHER_IDS not in algorithm.loss_reads:
+        return
+    if algorithm.teacher_reads and recipe.has_environment:
+        reason = "rewrites the prompts of single turns, and an environment answers here"
+        yield problem(recipe, "algorithm.name", reason, "use 'gkd', or take the environment out")
+    if algorithm.scores[TEACHER_IDS] not in IN_TRAINING and not recipe.runs_stage("reference"):
+        reason = (
+            f"has 'reference', which gives logprobs of sampled tokens alone, and "
+            f"{recipe.algorithm.name} learns from the most probable ones"
+        )
+        yield problem(recipe, "external.stages", reason, "take it out")
+    [k] = token_shape(algorithm.loss_reads[TEACHER_IDS])
+    size = vocabulary_of(recipe)
+    if size is not None and k > size:
+        reason = f"is more than the {size} tokens that the model knows"
+        yield Problem("algorithm.options.top_k", k, reason, f"set at most {size}")

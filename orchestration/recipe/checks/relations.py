@@ -16,14 +16,12 @@ from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import FILTERS, CriticSection, TrainSection
-from orchestration.recipe.sizes.planner import arena_bytes, config_of, heads_of, vocabulary_of
+from orchestration.recipe.sizes.planner import arena_bytes, config_of, heads_of
 from orchestration.units import format_size
 from pipeline.compat.extras import install, is_installed
 from pipeline.problems import Problem
 from pipeline.schedule.staleness import passing_steps
 from stages.engines.bounds import LEAST_VLLM
-from stages.flow.catalogue import TEACHER_IDS
-from stages.flow.declarations import IN_TRAINING, token_shape
 from stages.parallel.options import fits_ulysses
 
 
@@ -476,27 +474,6 @@ def reference_is_needed(recipe: Recipe) -> Iterator[Problem]:
             reason,
             "set algorithm.options.kl_coef > 0, or take 'reference' out",
         )
-
-
-@check("external", "algorithm", "stages", "model", "environment")
-def teacher_tokens_fit(recipe: Recipe) -> Iterator[Problem]:
-    algorithm = value_or_none(lambda: algorithm_of(recipe))
-    if algorithm is None or TEACHER_IDS not in algorithm.loss_reads:
-        return
-    if algorithm.teacher_reads and recipe.has_environment:
-        reason = "rewrites the prompts of single turns, and an environment answers here"
-        yield problem(recipe, "algorithm.name", reason, "use 'gkd', or take the environment out")
-    if algorithm.scores[TEACHER_IDS] not in IN_TRAINING and not recipe.runs_stage("reference"):
-        reason = (
-            f"has 'reference', which gives logprobs of sampled tokens alone, and "
-            f"{recipe.algorithm.name} learns from the most probable ones"
-        )
-        yield problem(recipe, "external.stages", reason, "take it out")
-    [k] = token_shape(algorithm.loss_reads[TEACHER_IDS])
-    size = vocabulary_of(recipe)
-    if size is not None and k > size:
-        reason = f"is more than the {size} tokens that the model knows"
-        yield Problem("algorithm.options.top_k", k, reason, f"set at most {size}")
 
 
 @check("model", "algorithm", "stages", "external", "teacher", "train.engine", "launch")

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from tensordict import TensorDictBase
 
-from pipeline.data.columns import Packed
+from pipeline.data.columns import Packed, offsets_of
 from stages.algorithms.batch import TrainBatch, seen_by_teacher
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import Piece, cut_mini_batches, plan_micro_batches
@@ -223,7 +223,7 @@ class TrainingStep:
         and their tokens, int32: k values of each token, one token after the other. Each group is
         computed alone."""
         rows = self._rows(batch)
-        offsets = rows.column.offsets * k
+        offsets = offsets_of(rows.column.lengths().numpy() * k)
         logprobs, tokens = self._top(rows, k)
         return Packed(logprobs.flatten(), offsets), Packed(tokens.flatten(), offsets)
 
