@@ -53,7 +53,10 @@ SUBJECTS = {
     "examples": ("model.vocabulary", *(f"prompts.{name}" for name in CHAT)),
     "environment": ("environment",),
     "teacher": ("teacher",),
-    "training": tuple(f"train.{name}" for name in ("optimizer", "router_loss", "router_bias_rate")),
+    "training": (
+        *(f"train.{name}" for name in ("optimizer", "router_loss", "router_bias_rate")),
+        *(f"model.reference_{name}" for name in ("every", "mix")),
+    ),
 }
 
 Check = Callable[[Recipe], Iterator[Problem]]

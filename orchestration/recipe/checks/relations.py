@@ -476,39 +476,6 @@ def reference_is_needed(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-@check("model", "algorithm", "stages", "external", "teacher", "train.engine", "launch")
-def reference_can_move(recipe: Recipe) -> Iterator[Problem]:
-    model = recipe.model
-    if not model.reference_every:
-        if model.reference_mix < 1:
-            yield problem(
-                recipe,
-                "model.reference_mix",
-                "has no effect without model.reference_every",
-                "set that, or take this out",
-            )
-        return
-    reasons = []
-    if value_or_none(lambda: needs_reference(recipe)) is False:
-        name = recipe.algorithm.name
-        reasons.append(
-            f"moves a reference, and with model.lora.rank = {model.lora.rank} that is the model "
-            f"without its adapters"
-            if recipe.adapters
-            else f"moves a reference, and algorithm.name = {name!r} with these options reads none"
-        )
-    if model.reference is not None or recipe.teacher.url:
-        reasons.append("moves a reference, and this one is another model, which stays")
-    if recipe.train.engine != "torch":
-        reasons.append(f"is for train.engine = 'torch', not {recipe.train.engine!r}")
-    if outside := [each for each in ("reference", "update") if not recipe.runs_stage(each)]:
-        reasons.append(f"is between this run's own stages, and {outside[0]!r} is not run by it")
-    if recipe.launch.on_cluster:
-        reasons.append("goes by files in the run's folder, which not all machines of it have")
-    for reason in reasons:
-        yield problem(recipe, "model.reference_every", reason, "set model.reference_every = 0")
-
-
 @check("train.warmup_steps", "train.steps", "algorithm")
 def warmup_fits(recipe: Recipe) -> Iterator[Problem]:
     algorithm = value_or_none(lambda: algorithm_of(recipe))

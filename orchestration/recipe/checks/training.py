@@ -1,11 +1,12 @@
-"""Checks of what a training step does beside the default: its optimizer, and what balances the load
-of a model's experts."""
+"""Checks of what training has beside the default: another optimizer, what balances the load of a
+model's experts, and a reference that moves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
+from orchestration.recipe.flow import needs_reference
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
@@ -70,7 +71,7 @@ def _bias_reasons(recipe: Recipe) -> Iterator[str]:
     """Why biases that move cannot be, or cannot reach the rollout engines."""
     if recipe.train.router == "replay":
         yield "moves biases by the routers' choices, and train.router = 'replay' takes others"
-    if recipe.train.pp > 1:
+    if recipe.train.layout.last_stage:
         yield "is for routers of all layers on each rank, and train.pp divides the layers"
     if recipe.colocated:
         yield "moves biases that launch.placement = 'colocated' does not pass on"
@@ -99,3 +100,36 @@ def routers_can_be_balanced(recipe: Recipe, environment: Environment) -> Iterato
     if train.router_bias_rate and not biased_routers(model):
         reason = f"is for routers that choose by a bias, which {kind} has not"
         yield problem(recipe, BIAS, reason, f"set {BIAS} = 0, or use {LOSS}")
+
+
+@check("model", "algorithm", "stages", "external", "teacher", "train.engine", "launch")
+def reference_can_move(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    if not model.reference_every:
+        if model.reference_mix < 1:
+            yield problem(
+                recipe,
+                "model.reference_mix",
+                "has no effect without model.reference_every",
+                "set that, or take this out",
+            )
+        return
+    reasons = []
+    if value_or_none(lambda: needs_reference(recipe)) is False:
+        name = recipe.algorithm.name
+        reasons.append(
+            f"moves a reference, and with model.lora.rank = {model.lora.rank} that is the model "
+            f"without its adapters"
+            if recipe.adapters
+            else f"moves a reference, and algorithm.name = {name!r} with these options reads none"
+        )
+    if model.reference is not None or recipe.teacher.url:
+        reasons.append("moves a reference, and this one is another model, which stays")
+    if recipe.train.engine != "torch":
+        reasons.append(f"is for train.engine = 'torch', not {recipe.train.engine!r}")
+    if outside := [each for each in ("reference", "update") if not recipe.runs_stage(each)]:
+        reasons.append(f"is between this run's own stages, and {outside[0]!r} is not run by it")
+    if recipe.launch.on_cluster:
+        reasons.append("goes by files in the run's folder, which not all machines of it have")
+    for reason in reasons:
+        yield problem(recipe, "model.reference_every", reason, "set model.reference_every = 0")

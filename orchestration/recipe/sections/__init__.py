@@ -102,7 +102,8 @@ class ModelSection(Section):
     )
     reference_every: Annotated[StepsOrZero, REFERENCES] = key(
         0,
-        "The reference becomes the policy every so many steps (docs/stages.md). 0: it stays frozen.",
+        "The reference becomes the policy every so many steps (docs/stages.md). 0: it stays "
+        "frozen.",
     )
     reference_mix: Annotated[float, Field(gt=0, le=1), REFERENCES] = key(
         1.0, "Share of the policy in a new reference; the rest is the reference before."
