@@ -26,6 +26,7 @@ from rich.table import Table
 from benchmarks.learning import COLOURS, Trial, trial
 from orchestration.checkpoints import checkpoint
 from orchestration.logs import configure
+from orchestration.recipe.loading.load import load_recipe
 
 SHARE = 0.95  # of the teacher's score
 Pair = tuple[Trial, Trial]  # an RL run, and the student of its checkpoint
@@ -47,16 +48,18 @@ def tokens_until(of: Trial, score: float) -> int | None:
 async def measure(options: argparse.Namespace, folder: Path) -> list[Pair]:
     pairs = []
     for seed in options.seeds:
-        evaluate = [f"evaluate.every={options.every}"]
+        sets = [
+            f"evaluate.every={options.every}",
+            f"pipeline.staleness={options.staleness}",
+            f"seed={seed}",
+        ]
         out = folder / f"rl-{seed}"
-        rl = await trial(
-            recipe(options.rl), [*evaluate, *(options.set or [])], options.staleness, seed, out
-        )
+        rl = await trial(load_recipe(recipe(options.rl), [*sets, *(options.set or [])]), out)
         newest = checkpoint.latest(out / "checkpoints")
         assert newest is not None, "a finished run has a checkpoint"
-        sets = [*evaluate, f"model.reference={newest.model}", *(options.student_set or [])]
+        sets += [f"model.reference={newest.model}", *(options.student_set or [])]
         student = await trial(
-            recipe(options.student), sets, options.staleness, seed, folder / f"student-{seed}"
+            load_recipe(recipe(options.student), sets), folder / f"student-{seed}"
         )
         pairs.append((rl, student))
         options.json.write_text(json.dumps([[asdict(one) for one in pair] for pair in pairs]))

@@ -35,6 +35,7 @@ from rich.table import Table
 
 from benchmarks.learning import Trial, read_trials, trial, write_trials
 from orchestration.logs import configure
+from orchestration.recipe.loading.load import load_recipe
 
 LAST = 10  # a cell of the table is the mean reward of this many last steps
 # Options of a policy gradient, by the name of the correction.
@@ -69,7 +70,8 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
         ]
         with tempfile.TemporaryDirectory() as folder:
             path = Path("recipes") / f"{options.recipe}.toml"
-            one = await trial(path, sets, staleness, seed, Path(folder) / "run")
+            sets += [f"pipeline.staleness={staleness}", f"seed={seed}"]
+            one = await trial(load_recipe(path, sets), Path(folder) / "run")
         trials.append(replace(one, recipe=name))
         write_trials(options.json, trials)
         print(f"{name} η {staleness} seed {seed}: {one.last(LAST):.3f}", flush=True)

@@ -132,9 +132,12 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
                 high = [scaled(found[version]) >= options.target for version in sorted(found)]
                 return any(a and b for a, b in itertools.pairwise(high))
 
-            one = await trial(
-                path, [*ARMS[arm], *sets], options.staleness, seed, folder / "run", enough=enough
-            )
+            run_sets = [
+                *(*ARMS[arm], *sets),
+                f"pipeline.staleness={options.staleness}",
+                f"seed={seed}",
+            ]
+            one = await trial(load_recipe(path, run_sets), folder / "run", enough=enough)
         held_out = {version: scaled(score) for version, score in one.held_out.items()}
         trials.append(replace(one, recipe=arm, held_out=held_out))
         write_trials(options.json, trials)

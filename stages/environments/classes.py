@@ -42,6 +42,7 @@ ENTRY_POINTS = "asyncdock.environments"
 BUILT_IN = {  # by name
     "calculator": "stages.tasks.calculator:Calculator",
     "guess": "stages.tasks.guess:Guess",
+    "maze": "stages.tasks.maze:MazeWalk",
     "sessions": "stages.environments.programs.outside:sessions",
 }
 LIBRARIES = {  # by their module: of "module:name", the class that is made with this name

@@ -161,7 +161,7 @@ def plain_scores(result: Any, rows: int) -> Scores:
     return [_plain_score(value) for value in values]
 
 
-def plain_number(value: Any) -> float | None | str:
+def plain_number(value: Any) -> float | str | None:
     """Return a reward as a number, or None; a text says why it is neither."""
     (score,) = plain_scores([value], 1)
     if isinstance(score, list):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import pkgutil
 import random
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -15,8 +16,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from stages.json_schema import options_model
-from stages.tasks.calculator import calculator
-from stages.tasks.guess import guess
 
 Completions = list[str | list[dict[str, str]]]
 
@@ -44,13 +43,28 @@ def repeat(
     return {"prompt": f"{first}{other}=", "answer": first * length}
 
 
-TASKS: dict[str, Callable[..., dict[str, Any]]] = {
-    "repeat": repeat,
-    "guess": guess,
-    "calculator": calculator,
+# name → its function, which is imported when a recipe names it
+TASKS = {
+    "repeat": "stages.tasks.tasks:repeat",
+    "copy": "stages.tasks.graded:copy",
+    "sort": "stages.tasks.graded:sort",
+    "modular_sum": "stages.tasks.graded:modular_sum",
+    "bandit": "stages.tasks.graded:bandit",
+    "maze": "stages.tasks.maze:maze",
+    "guess": "stages.tasks.guess:guess",
+    "calculator": "stages.tasks.calculator:calculator",
 }
-# of prompts.config
-CONFIGS: dict[str, type[BaseModel]] = {name: options_model(task) for name, task in TASKS.items()}
+
+
+def task_function(name: str) -> Callable[..., dict[str, Any]]:
+    """Return the function of the task ``name`` of :data:`TASKS`."""
+    function: Callable[..., dict[str, Any]] = pkgutil.resolve_name(TASKS[name])
+    return function
+
+
+def task_config(name: str) -> type[BaseModel]:
+    """Return the model of the task's options, ``prompts.config``."""
+    return options_model(task_function(name))
 
 
 def spelling(completions: Completions, answer: list[Any], **_: Any) -> list[float | None]:
@@ -102,13 +116,16 @@ REWARDS = {
     "environment_turns": "stages.tasks.tasks:environment_turns",
     "exact_number": "stages.rewards.number_rewards:exact_number",
     "judge": "stages.rewards.judge:judge",
+    "payout": "stages.tasks.graded:payout",
     "python_tests": "stages.rewards.programs:python_tests",
     "reasoning_gym": "stages.tasks.gym_answers:reasoning_gym",
     "reward_model": "stages.rewards.judge:reward_model",
     "spelling": "stages.tasks.tasks:spelling",
 }
 # of a few operations on texts: called in the worker
-HARMLESS = frozenset({"arithmetic", "environment", "environment_turns", "exact_number", "spelling"})
+HARMLESS = frozenset(
+    {"arithmetic", "environment", "environment_turns", "exact_number", "payout", "spelling"}
+)
 # of a model that reads texts, here or behind a URL: in a process without a sandbox
 ASKING = frozenset({"judge", "reward_model"})
 # run what a model wrote: only in a sandbox in which a process can start others

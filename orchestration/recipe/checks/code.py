@@ -28,7 +28,7 @@ from stages.engines.registry import (
     engine_names,
     find_factory,
 )
-from stages.tasks.tasks import ASKING, CONFIGS, HARMLESS, REWARDS, RUNNING
+from stages.tasks.tasks import ASKING, HARMLESS, REWARDS, RUNNING, task_config
 from stages.user_code import CodeUnusable, place_of
 
 SIDES: tuple[Side, ...] = ("rollout", "train")
@@ -102,7 +102,7 @@ def mock_takes_options(recipe: Recipe) -> Iterator[Problem]:
 def task_takes_config(recipe: Recipe) -> Iterator[Problem]:
     for key, part in recipe.prompts.parts().items():
         if part.source == "builtin":
-            yield from option_problems(f"{key}.config", CONFIGS[str(part.task)], part.config)
+            yield from option_problems(f"{key}.config", task_config(str(part.task)), part.config)
 
 
 @check("reward.functions")

@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.compat.extras import extra
 from stages.prompts.rows.files import PromptError, Row, Table
 from stages.prompts.rows.options import PromptOptions
-from stages.tasks.tasks import TASKS
+from stages.tasks.tasks import task_function
 
 MOST_GENERATED = 1_000_000  # rows of a reasoning_gym task with a size
 
@@ -45,7 +45,7 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
 
 
 def _builtin(task: str, config: Mapping[str, Any], column: str, seed: int) -> Callable[[int], Row]:
-    make = TASKS[task]
+    make = task_function(task)
     try:
         make(0, seed, **config)
     except (TypeError, ValueError, MemoryError, OverflowError) as error:

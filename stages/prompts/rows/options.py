@@ -25,7 +25,7 @@ from stages.json_schema import (
     unit,
 )
 from stages.prompts.rows.templates import parse_template
-from stages.tasks.tasks import CONFIGS, TASKS
+from stages.tasks.tasks import TASKS, task_config
 
 # A text of more characters than TOKEN_CHARACTERS for each token that it may have is too long
 # without being tokenized, if it has more than SHORT_CHARACTERS.
@@ -77,11 +77,16 @@ class RowOptions(BaseModel):
         "table of pandas or "
         "pyarrow.",
     )
-    task: str | None = key(None, "`reasoning_gym`: the name of its task. `builtin`: `repeat`.")
-    config: Annotated[dict[str, Any], schema_of(CONFIGS["repeat"] | dict[str, Any])] = key(
+    task: str | None = key(
+        None,
+        "`reasoning_gym`: the name of its task. `builtin`: "
+        f"{', '.join(f'`{name}`' for name in TASKS)}.",
+    )
+    config: Annotated[dict[str, Any], schema_of(task_config("repeat") | dict[str, Any])] = key(
         {},
         "Options of the task. With `size` a reasoning_gym task is a table of that many rows; "
-        "without, it has no end. Those of `repeat` follow.",
+        "without, it has no end. Those of `repeat` follow; those of the other tasks of `builtin` are "
+        "in the table of tasks.",
     )
     split: str | None = key(
         None,

@@ -1,0 +1,138 @@
+"""The map of staleness: which cells are one run, in which order they are made, and its tables."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import learning_map
+from benchmarks.learning import Trial, read_trials, write_trials
+from benchmarks.learning_map import BOUNDS, CORRECTIONS, TASKS, Cell
+from orchestration.recipe.loading.load import load_recipe
+from orchestration.recipe.schema import Recipe
+from stages.algorithms.registry import build_algorithm
+from stages.algorithms.token_batch import TokenBatch
+from stages.flow.catalogue import TOKEN_STALENESS
+
+
+def of(reward: list[float], name: str = "copy/3e-3/eager/none", **fields: object) -> Trial:
+    return Trial(8, 0, reward, {}, 8.0, 1.0, 1, recipe=name, **fields)  # type: ignore[arg-type]
+
+
+def recipe_of(cell: Cell) -> Recipe:
+    return load_recipe(learning_map.RECIPES / f"{cell.task.recipe}.toml", cell.overrides())
+
+
+def test_each_run_is_made_once_and_stands_for_each_cell() -> None:
+    cells = learning_map.cells(3)
+    runs = learning_map.runs(3)
+    assert len(cells) == 6 * 2 * 6 * 2 * 3 * 3
+    assert len(set(runs)) == len(runs) == 3 * 2 * 3 * (1 + 5 * 2 + 6 * 2 * 4)
+    assert {cell.run for cell in cells} == set(runs)
+    assert all(cell.run == cell for cell in runs)
+    assert [cell.order for cell in runs] == sorted(cell.order for cell in runs)
+    first = runs[:12]
+    assert {cell.task for cell in first} == set(TASKS), "each task is soon in the map"
+    assert {cell.correction for cell in first} > {"none"}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_each_cell_is_a_sound_recipe(task: learning_map.Task) -> None:
+    cells = [cell for cell in learning_map.runs(1) if cell.task == task]
+    recipes = list(map(recipe_of, cells))
+    assert len({recipe.to_json() for recipe in recipes}) == len(cells)
+    assert {recipe.pipeline.staleness for recipe in recipes} == set(BOUNDS)
+
+
+def gradient(correction: str, ages: list[int]) -> torch.Tensor:
+    """The gradient of the loss of a cell with this correction: float64 [tokens]. A token of age 0
+    has the logprob that generated it; the ratios of others are 0.4 to 2.5."""
+    options = recipe_of(Cell(TASKS[0], "3e-3", 8, "eager", correction, 0)).algorithm
+    draw = torch.Generator().manual_seed(0)
+    old = torch.tensor(ages) > 0
+    now = -3 * torch.rand(len(ages), generator=draw, dtype=torch.float64)
+    away = 1.8 * torch.rand(len(ages), generator=draw, dtype=torch.float64) - 0.9
+    columns = {
+        "rollout_logprobs": now + torch.where(old, away, 0.0),
+        "advantage": torch.randn(len(ages), generator=draw, dtype=torch.float64),
+        TOKEN_STALENESS: torch.tensor(ages),
+    }
+    now.requires_grad_()
+    row = torch.arange(len(ages))
+    batch = TokenBatch(now, columns, row, torch.ones_like(row), len(ages), len(ages))
+    build_algorithm(options.name, options.options).loss(batch).loss.backward()
+    assert now.grad is not None
+    return now.grad
+
+
+def test_with_samples_of_the_current_policy_all_corrections_are_one() -> None:
+    gradients = [gradient(name, [0] * 64) for name in CORRECTIONS]
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0])
+    aged = [gradient(name, [3] * 64) for name in CORRECTIONS]
+    for first in range(len(aged)):
+        for second in range(first):
+            assert not torch.allclose(aged[first], aged[second]), "six corrections"
+
+
+def test_with_samples_of_one_version_ago_interpolated_is_clipped() -> None:
+    young = [0, 1] * 32
+    torch.testing.assert_close(gradient("interpolated", young), gradient("clipped", young))
+    older = [0, 1, 2, 2] * 16
+    assert not torch.allclose(gradient("interpolated", older), gradient("clipped", older))
+
+
+def collapsing(steps: int, to: float) -> list[float]:
+    return [*(min(0.9, step / 20) for step in range(steps)), *[to] * 10]
+
+
+def test_a_run_has_collapsed_when_the_half_of_its_gain_is_lost() -> None:
+    # means of five: first 0.1, highest 0.9; it has collapsed below 0.5
+    reward = collapsing(30, 0.4)
+    step = learning_map.collapse(reward)
+    assert step == 35, "four values of five are 0.4, and one 0.9: a mean of 0.5, then one of 0.4"
+    assert statistics.fmean(reward[step - 5 : step]) < 0.5 <= statistics.fmean(reward[29:34])
+    assert learning_map.collapse(collapsing(30, 0.51)) is None
+    assert learning_map.collapse([0.1] * 5 + [0.25] * 5 + [0.1] * 5) is None, "gained too little"
+    assert learning_map.collapse([0.9] * 4) is None
+
+
+def test_the_guard_has_to_warn_before_the_collapse() -> None:
+    early = of(collapsing(30, 0.0), alarms=[(20, "ess"), (34, "entropy")])
+    late = of(collapsing(30, 0.0), alarms=[(39, "ess")])
+    clean = of([0.9] * 30, alarms=[(3, "grad_norm"), (9, "grad_norm")])
+    quiet = of([0.9] * 30)
+    console = Console(width=200, record=True, quiet=True)
+    console.print(learning_map.alarms([early, late, clean, quiet]))
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in console.export_text().splitlines()
+        if row.startswith("|")
+    ][2:]
+    assert rows == [
+        ["collapsed: until then", "2", "1", "ess 1"],
+        ["others: at any step", "2", "1", "grad_norm 1"],
+    ]
+
+
+def test_the_map_goes_on_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "map.json"
+    cell = learning_map.runs(1)[0]
+    write_trials(file, [of([0.1] * 5 + [0.75] * 25, cell.label, alarms=[(3, "ess")])])
+    assert read_trials(file)[0].alarms == [(3, "ess")]
+    task = TASKS[0].recipe
+    command = ["learning_map", "--json", str(file), "--minutes", "0", "--only", task]
+    monkeypatch.setattr(sys, "argv", command)
+    learning_map.main()
+    shown = capsys.readouterr().out
+    rate = TASKS[0].rates
+    assert f"1 runs are there, {3 * 2 * 59} of those asked for are missing" in shown
+    assert all(f"{task}, learning rate {each}" in shown for each in rate)
+    assert "0.75 (0.75)" in shown
