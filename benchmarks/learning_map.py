@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import math
 import statistics
 import tempfile
 import time
@@ -240,20 +241,28 @@ def collapse(reward: Sequence[float]) -> int | None:
 # Tables
 
 
-def rewards(trials: Sequence[Trial]) -> Iterator[Table]:
-    """A table for each task and learning rate: the mean score of the seeds, that of the worst, and
-    a ✗ for each seed that collapsed. The column of η = 0 has the same runs in all rows."""
+ROWS = list(itertools.product(CORRECTIONS, ADMISSIONS))
+RATES = [(task, rate) for task in TASKS for rate in task.rates]
+
+
+def seeds_of(trials: Sequence[Trial], task: Task, rate: str) -> Iterator[list[list[Trial]]]:
+    """Yield each row of a table: the seeds of each bound."""
     seeds: dict[tuple[str, int], list[Trial]] = {}
     for one in trials:
         seeds.setdefault((one.recipe, one.staleness), []).append(one)
-    tables = [(task, rate) for task in TASKS for rate in task.rates]
-    for task, rate in tables:
+    for correction, admission in ROWS:
+        row = (Cell(task, rate, bound, admission, correction, 0).run for bound in BOUNDS)
+        yield [seeds.get((cell.label, cell.staleness), []) for cell in row]
+
+
+def rewards(trials: Sequence[Trial]) -> Iterator[Table]:
+    """A table for each task and learning rate: the mean score of the seeds, that of the worst, and
+    a ✗ for each seed that collapsed. The column of η = 0 has the same runs in all rows."""
+    for task, rate in RATES:
         title = f"{task.recipe}, learning rate {rate}, {task.steps} steps"
         shown = markdown(title, ("correction", "admission", *columns()))
-        for correction, admission in itertools.product(CORRECTIONS, ADMISSIONS):
-            row = (Cell(task, rate, bound, admission, correction, 0).run for bound in BOUNDS)
-            texts = [score(seeds.get((cell.label, cell.staleness), [])) for cell in row]
-            shown.add_row(correction, admission, *texts)
+        for names, row in zip(ROWS, seeds_of(trials, task, rate), strict=True):
+            shown.add_row(*names, *map(score, row))
         yield shown
 
 
@@ -263,6 +272,33 @@ def score(seeds: Sequence[Trial]) -> str:
     last = [one.last(LAST) for one in seeds]
     collapsed = "✗" * sum(collapse(one.reward) is not None for one in seeds)
     return f"{statistics.fmean(last):.2f} ({min(last):.2f}){collapsed}"
+
+
+def plot(trials: Sequence[Trial], path: Path) -> None:
+    """Draw the mean scores, and a ✗ where a seed has collapsed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        len(TASKS), 2, figsize=(11, 4 * len(TASKS)), layout="constrained", squeeze=False
+    )
+    for axes, (task, rate) in zip(panels.flat, RATES, strict=True):
+        rows = list(seeds_of(trials, task, rate))
+        scores = [
+            [statistics.fmean(one.last(LAST) for one in cell) if cell else math.nan for cell in row]
+            for row in rows
+        ]
+        image = axes.imshow(scores, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        axes.set_title(f"{task.recipe}, learning rate {rate}", fontsize=10)
+        axes.set_xticks(range(len(BOUNDS)), [f"η = {bound}" for bound in BOUNDS], fontsize=8)
+        axes.set_yticks(range(len(ROWS)), map(", ".join, ROWS), fontsize=8)
+        for y, x in itertools.product(range(len(ROWS)), range(len(BOUNDS))):
+            if any(collapse(one.reward) is not None for one in rows[y][x]):
+                axes.text(x, y, "✗", ha="center", va="center", color="white")
+    figure.colorbar(image, ax=panels, label=f"mean reward of the last {LAST} steps", shrink=0.5)
+    figure.savefig(path, dpi=130)
 
 
 def costs(trials: Sequence[Trial]) -> Table:
@@ -327,12 +363,15 @@ def main() -> None:
         metavar="WORD",
         help="runs with all of these: a task, a rate, an admission, a correction, eta=8, seed=0",
     )
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     trials = read_trials(options.json) if options.json.exists() else []
     measure(options, trials)
     console = Console(width=240)
     for shown in (*rewards(trials), costs(trials), alarms(trials)):
         console.print(shown)
+    if options.plot:
+        plot(trials, options.plot)
 
 
 if __name__ == "__main__":

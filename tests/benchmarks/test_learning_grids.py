@@ -7,9 +7,10 @@ import itertools
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks import noisy_rewards, staleness, waste
+from benchmarks import learning, noisy_rewards, staleness, waste
 from benchmarks.learning import Trial, read_trials
 from stages.tasks import tasks
 
@@ -72,6 +73,39 @@ def test_a_grid_goes_on_where_it_was_ended(
     assert "auto" in shown
     rows = [line for line in shown.splitlines() if line.startswith("│") and "eager" in line]
     assert len(rows) == 2, "of rewards, and of staleness"
+
+
+def test_settings_are_run_at_once_and_not_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rates.json"
+    rates = ["--over", "train.learning_rate=1e-3,3e-3"]
+    begin = ["tiny", *rates, "--json", str(file), "--set", "evaluate.every=0", *SHORT]
+    main(learning, monkeypatch, *begin, "--seeds", "0", "--at-once", "2")
+    first = read_trials(file)
+    assert {one.settings["train.learning_rate"] for one in first} == {1e-3, 3e-3}
+    assert {(one.seed, one.staleness) for one in first} == {(0, 1)}, "the bound of the recipe"
+    assert len({tuple(one.reward) for one in first}) == 2
+    plot = tmp_path / "rates.png"
+    main(learning, monkeypatch, *begin, "--seeds", "0", "1", "--resume", "--plot", str(plot))
+    assert read_trials(file)[:2] == first, "runs were repeated"
+    assert len(read_trials(file)) == 4
+    assert plot.stat().st_size
+    shown = capsys.readouterr().out.splitlines()
+    means = [row for row in shown if "| mean |" in row]
+    assert len(means) == 4, "two settings, shown twice"
+    assert all("±" in row for row in means[-2:])
+
+
+def test_what_is_noise_holds_nineteen_times_of_twenty() -> None:
+    draw = np.random.default_rng(0)
+    for seeds in (3, 10):
+        inside = 0
+        for _ in range(4000):
+            limit = learning.noise(list(draw.normal(0.5, 0.1, 10)), seeds)
+            first, second = draw.normal(0.5, 0.1, (2, seeds)).mean(axis=1)
+            inside += abs(first - second) <= limit
+        assert inside / 4000 == pytest.approx(0.95, abs=0.015)
 
 
 def test_waste_reports_every_dropped_token(

@@ -128,7 +128,9 @@ def test_the_map_goes_on_with_its_file(
     write_trials(file, [of([0.1] * 5 + [0.75] * 25, cell.label, alarms=[(3, "ess")])])
     assert read_trials(file)[0].alarms == [(3, "ess")]
     task = TASKS[0].recipe
+    plot = tmp_path / "map.png"
     command = ["learning_map", "--json", str(file), "--minutes", "0", "--only", task]
+    command += ["--plot", str(plot)]
     monkeypatch.setattr(sys, "argv", command)
     learning_map.main()
     shown = capsys.readouterr().out
@@ -136,3 +138,4 @@ def test_the_map_goes_on_with_its_file(
     assert f"1 runs are there, {3 * 2 * 59} of those asked for are missing" in shown
     assert all(f"{task}, learning rate {each}" in shown for each in rate)
     assert "0.75 (0.75)" in shown
+    assert plot.stat().st_size

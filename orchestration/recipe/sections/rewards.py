@@ -25,7 +25,7 @@ class RewardFunction(Section):
 
     name: Annotated[str, IsCode("reward", "spelling")] = key(
         ...,
-        "A reward of the package (`arithmetic`, `environment`, `exact_number`, `judge`, "
+        "A reward of the package (`arithmetic`, `environment`, `exact_number`, `judge`, `payout`, "
         "`python_tests`, `reasoning_gym`, `reward_model`, `spelling`), one that an installed package "
         "registers, or `module:function`.",
         min_length=1,
@@ -100,8 +100,8 @@ class RewardSection(Section):
     )
     processes: CountOrZero = key(
         4,
-        "Processes that call functions (`arithmetic`, `exact_number`, `spelling` need none), "
-        "started as they are needed; async ones run in one more, at the same time (`concurrency`). "
+        "Processes that call functions (`arithmetic`, `exact_number`, `payout`, `spelling` need "
+        "none), started as they are needed; async ones run in one more, at the same time (`concurrency`). "
         "0: in the worker, for debugging: one that hangs or crashes harms the run.",
     )
     memory: SizeOrZero = key(
