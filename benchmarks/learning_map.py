@@ -70,9 +70,9 @@ class Task:
 
 
 TASKS = (
-    Task("copy", ("3e-3", "6e-3"), 80),
-    Task("bandit", ("3e-3", "6e-3"), 60),
-    Task("maze", ("3e-3", "6e-3"), 60),
+    Task("modular-sum", ("3e-3", "6e-3"), 160),
+    Task("bandit", ("3e-3", "6e-3"), 80),
+    Task("maze", ("3e-3", "6e-3"), 80),
 )
 # Options of the algorithm by the name of the correction.
 CORRECTIONS = {

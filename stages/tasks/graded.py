@@ -2,8 +2,8 @@
 as long as ``rollout.max_tokens``, so that nothing has to be learnt about stopping.
 
     task         prompt  best response          reward                                      optimum
-    copy         dbe=    dbe                    share of letters in their place             1
-    sort         dbe=    bde                    share of letters in their place             1
+    copy         db=     db                     share of letters in their place             1
+    sort         db=     bd                     share of letters in their place             1
     modular_sum  3+4=    2                      1 for the sum modulo 5                      1
     bandit       c=      the best arm of c, …   1 where that arm pays this time             BEST, on average
 """
@@ -31,7 +31,7 @@ def copy(
     number: int,
     seed: int,
     *,
-    difficulty: Annotated[int, Field(ge=1, le=26, description="`copy`: letters.")] = 3,
+    difficulty: Annotated[int, Field(ge=1, le=26, description="`copy`: letters.")] = 2,
 ) -> dict[str, str]:
     """Make a row with letters that are to be repeated as they are."""
     letters = _letters(f"copy:{seed}:{number}", difficulty)
@@ -42,7 +42,7 @@ def sort(
     number: int,
     seed: int,
     *,
-    difficulty: Annotated[int, Field(ge=1, le=26, description="`sort`: letters.")] = 3,
+    difficulty: Annotated[int, Field(ge=1, le=26, description="`sort`: letters.")] = 2,
 ) -> dict[str, str]:
     """Make a row with letters that are to be put in their order."""
     letters = _letters(f"sort:{seed}:{number}", difficulty)

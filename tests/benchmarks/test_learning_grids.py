@@ -85,7 +85,6 @@ def test_settings_are_run_at_once_and_not_again(
     first = read_trials(file)
     assert {one.settings["train.learning_rate"] for one in first} == {1e-3, 3e-3}
     assert {(one.seed, one.staleness) for one in first} == {(0, 1)}, "the bound of the recipe"
-    assert len({tuple(one.reward) for one in first}) == 2
     plot = tmp_path / "rates.png"
     main(learning, monkeypatch, *begin, "--seeds", "0", "1", "--resume", "--plot", str(plot))
     assert read_trials(file)[:2] == first, "runs were repeated"

@@ -1,4 +1,4 @@
-"""The graded tasks are learned: real runs of their recipes, from far below the optimum to it."""
+"""The graded tasks are learned: real runs of their recipes, from far below the optimum to near it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from benchmarks.executed import executed
 from orchestration.recipe.loading.load import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
-SETS = ["launch.launcher=inline", "checkpoint.every=1000"]
+# The synchronous run, which is the same one each time.
+SETS = ["launch.launcher=inline", "checkpoint.every=1000", "pipeline.staleness=0"]
 
 
-@pytest.mark.parametrize(("name", "least"), [("modular-sum", 0.8), ("maze", 0.8)])
-def test_a_task_is_learned(name: str, least: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["bandit", "maze"])
+def test_a_task_is_learned(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(RECIPES / f"{name}.toml", SETS)
     events = asyncio.run(executed(recipe, tmp_path / "run"))
     rewards = [event.data["reward_mean"] for event in events if event.kind == "step"]
-    assert statistics.fmean(rewards[:3]) < 0.3
-    assert statistics.fmean(rewards[-5:]) > least
+    assert statistics.fmean(rewards[:3]) < 0.2
+    assert statistics.fmean(rewards[-10:]) > 0.7, "the bandit pays 0.9 at best, the maze 1"

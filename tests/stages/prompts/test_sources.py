@@ -342,13 +342,14 @@ def test_skipping_changes_no_other_prompt_and_no_side(
     assert found.train.too_long.skipped == len(long)
 
 
+def sometimes(number: int, seed: int) -> dict[str, str]:
+    return {"prompt": "abc" * (1 + 9 * (number % 5 == 0)), "answer": ""}
+
+
 def test_a_procedural_prompt_that_is_too_long_is_listed_once_however_often_it_is_drawn(
     tmp_path: Path, plain: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sometimes(number: int, seed: int) -> dict[str, str]:
-        return {"prompt": "abc" * (1 + 9 * (number % 5 == 0)), "answer": ""}
-
-    monkeypatch.setitem(TASKS, "sometimes", sometimes)
+    monkeypatch.setitem(TASKS, "sometimes", f"{__name__}:sometimes")
     options = PromptOptions(source="builtin", task="sometimes", max_prompt_tokens=8)
     listed = tmp_path / "list.jsonl"
     source = load_prompts(options, plain, seed=0, listed=listed).train
