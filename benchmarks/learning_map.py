@@ -51,8 +51,8 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 SHARED = (
     "launch.launcher=inline",
     "evaluate.every=0",
-    "checkpoint.every=1000",
-    "pipeline.arena=128MiB",
+    "checkpoint.every=40",
+    "pipeline.arena=256MiB",
 )
 LAST = 10  # steps at the end, whose mean reward is the score
 WINDOW = 5  # steps of a mean in which a collapse is sought

@@ -85,8 +85,8 @@ class RowOptions(BaseModel):
     config: Annotated[dict[str, Any], schema_of(task_config("repeat") | dict[str, Any])] = key(
         {},
         "Options of the task. With `size` a reasoning_gym task is a table of that many rows; "
-        "without, it has no end. Those of `repeat` follow; those of the other tasks of `builtin` are "
-        "in the table of tasks.",
+        "without, it has no end. Those of `repeat` follow; those of the other tasks of `builtin` "
+        "are in the table of tasks.",
     )
     split: str | None = key(
         None,

@@ -13,7 +13,7 @@ from orchestration.recipe.loading.load import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 # The synchronous run, which is the same one each time.
-SETS = ["launch.launcher=inline", "checkpoint.every=1000", "pipeline.staleness=0"]
+SETS = ["launch.launcher=inline", "pipeline.staleness=0"]
 
 
 @pytest.mark.parametrize("name", ["bandit", "maze"])

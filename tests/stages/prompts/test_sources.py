@@ -668,7 +668,7 @@ def test_a_table_with_nothing_to_hold_out_is_an_error(tmp_path: Path, plain: Tok
         (
             {"source": "builtin", "task": "chess"},
             r"(?s)task\n  is not known; use one of "
-            r"\['calculator', 'guess', 'repeat'\].*'chess'",
+            r"\['bandit', 'calculator', .*'repeat', 'sort'\].*'chess'",
         ),
         ({"source": "jsonl", "path": "x", "config": {"a": 1}}, r"config\n  means nothing"),
         ({"source": "builtin", "task": "repeat", "split": "test"}, r"split\n  means nothing"),
