@@ -250,7 +250,9 @@ class Rows:
                 else [torch.ones_like(response, dtype=torch.bool) for response in responses]
             )
         return cls(
-            *(groups, column, responses, experts, device, masks_of, branches, expanded, generated)
+            *(groups, column, responses, experts, device, masks_of, branches),
+            expanded=expanded,
+            generated=generated,
         )
 
     def numbers(self, piece: Piece) -> list[int]:
