@@ -1,4 +1,4 @@
-"""A session: its samplers, their requests, and which versions each sampled sequence has.
+"""A session: its losses, its samplers, their requests, and which versions each sampled sequence has.
 
 sample ─▶ recorded ─▶ the engine: all at once, as far as it has slots ─▶ answer, with versions
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,14 @@ from orchestration.calls.journal import Journal, Record
 from orchestration.calls.ledger import SampledLedger, Versions
 from orchestration.calls.requests import Account, Completions, Request, Requests
 from orchestration.calls.training import TrainedModel
+from stages.calls.custom import check_graph
 from stages.calls.interface import CallRefused, ModelOptions, SampleRequest
 
 log = structlog.get_logger()
 
 SEQUENCES = 50_000  # whose versions a session keeps, the newest ones
 MOST_LOSSES = 256  # of a session's client
+GRAPH_BYTES = 1 << 16  # of each
 CLONE_REQUESTS = 10**9  # numbers of requests that each clone of a client's sampler has
 SHORTEN_RECORDS = 256  # forgotten, for which a journal is written again
 
@@ -62,6 +65,8 @@ class Sampler:
     request_id: str = ""
     follows: str = ""
     last_used: float = field(default_factory=time.time)
+    copies: int = 0
+    """Of its client, which have numbers."""
 
 
 def check_number(name: str, number: int) -> int:
@@ -69,6 +74,46 @@ def check_number(name: str, number: int) -> int:
     if not 0 <= number < 10**9:
         raise CallRefused(message=f"{name} {number}: give 0, 1, 2, …")
     return number
+
+
+class Losses:
+    """The losses that a session's client has uploaded, by number. ``record``: writes what stays into
+    the journal."""
+
+    def __init__(self, record: Callable[..., Awaitable[None]]) -> None:
+        self._record = record
+        self._graphs = dict[int, str]()  # as JSON
+
+    def take(self, head: Mapping[str, Any]) -> None:
+        """Take a record of the journal."""
+        self._graphs[head["loss"]] = head["graph"]
+
+    async def keep(self, number: int, graph: Mapping[str, Any]) -> None:
+        """Keep a loss: see :func:`stages.calls.custom.check_graph`. Raises OSError, CallRefused."""
+        check_graph(graph)
+        text = json.dumps(graph)
+        if len(text) > GRAPH_BYTES:
+            wrong = f"has {len(text)} bytes"
+            raise CallRefused.of("graph", None, wrong, f"at most {GRAPH_BYTES} are taken")
+        if self._graphs.get(number, text) != text:
+            raise CallRefused(
+                message=f"custom_loss_seq_id {number} is another loss's; give a new one"
+            )
+        if len(self._graphs) >= MOST_LOSSES:
+            raise CallRefused(
+                message=f"custom_loss_seq_id {number}: {MOST_LOSSES} losses are there, no more may "
+                f"be; open another session"
+            )
+        if number not in self._graphs:
+            await self._record(loss=number, graph=text)
+            self._graphs[number] = text
+
+    def get(self, number: str) -> str:
+        """Return a graph, as JSON. Raises NotThere."""
+        for known, graph in self._graphs.items():
+            if str(known) == number:
+                return graph
+        raise NotThere(f"loss {number[:100]!r} is not there")
 
 
 class Session:
@@ -91,8 +136,7 @@ class Session:
         self.folder = folder
         self.models = dict[int, TrainedModel]()
         self.samplers = dict[int, Sampler]()
-        self.losses = dict[int, str]()
-        """Graphs that its client has uploaded, as JSON."""
+        self.losses = Losses(self.record)
         self.finished = False
         self.heard = time.monotonic()
         """When its client was last heard."""
@@ -110,7 +154,6 @@ class Session:
         self._versions = dict[str, tuple[str, Versions]]()
         self._sampled = dict[str, SampledLedger]()
         self._facts_records = list[Record]()
-        self._clones = dict[int, Record]()  # the last number given to a copy, by sampler
         self._summary: Record | None = None
         self._counted = set[str]()  # requests in the summary whose answers are there, too
         self._serving = set[asyncio.Task[None]]()
@@ -141,49 +184,27 @@ class Session:
                 model: SampledLedger(counts) for model, counts in head["ledger"].items()
             }
             return
-        if "clone" in head:
-            self._clones[head["sampler_of"]] = record
-            return
         self._facts_records.append(record)
         if "sampler" in head:
-            sampler = Sampler(**{**head["sampler"], "weights": self._unpacked(head["weights"])})
+            sampler = Sampler(
+                **{**head["sampler"], "weights": _unpacked(head["weights"], self._root)}
+            )
             self.samplers[sampler.number] = sampler
             if sampler.follows and sampler.weights is not None:
                 self._inflight[sampler.follows] = sampler.weights
         elif "closed" in head:
             self.samplers.pop(head["closed"], None)
         elif "loss" in head:
-            self.losses[head["loss"]] = head["graph"]
+            self.losses.take(head)
+        elif "joined" in head and head["joined"] in self.samplers:
+            self.samplers[head["joined"]].copies = head["copies"]
         self.finished = self.finished or "finish" in head
-
-    def _unpacked(self, packed: Mapping[str, Any] | None) -> Weights | None:
-        if packed is None:
-            return None
-        options = ModelOptions(**packed["options"])
-        return Weights(**{**packed, "options": options, "folder": self._root / packed["folder"]})
 
     async def record(self, **head: Any) -> None:
         """Record what stays. Raises OSError."""
         record = self._journal.append(head)
         self._facts_records.append(record)
         await record.on_disk()
-
-    async def keep_loss(self, number: int, graph: str) -> None:
-        """Keep a loss of its client. Raises OSError, and CallRefused where the number is another
-        one's."""
-        async with self.creating:
-            if number in self.losses:
-                if self.losses[number] != graph:
-                    raise CallRefused(
-                        message=f"custom_loss_seq_id {number} is another loss's; give a new one"
-                    )
-            elif len(self.losses) >= MOST_LOSSES:
-                raise CallRefused(
-                    message=f"{MOST_LOSSES} losses are there, no more may be; open another session"
-                )
-            else:
-                await self.record(loss=number, graph=graph)
-                self.losses[number] = graph
 
     # --- samplers
 
@@ -225,12 +246,11 @@ class Session:
     async def join(self, number: int) -> int:
         """Return a number for a copy of sampler ``number``: 1, 2, …, also after a restart. Raises
         OSError."""
-        last = self._clones.get(number)
-        clone = 1 if last is None else last.head["clone"] + 1
-        record = self._journal.append({"clone": clone, "sampler_of": number})
-        self._clones[number] = record
-        await record.on_disk()
-        return clone
+        sampler = self.samplers[number]
+        sampler.copies += 1
+        copies = sampler.copies
+        await self.record(joined=number, copies=copies)
+        return copies
 
     async def _weights(self, sampler: Sampler) -> Weights | None:
         """Return what ``sampler`` samples with now. Raises CallRefused, OSError."""
@@ -253,12 +273,8 @@ class Session:
         return weights
 
     async def _add(self, sampler: Sampler) -> None:
-        weights = sampler.weights
-        packed = None
-        if weights is not None:
-            packed = {**asdict(weights), "folder": str(weights.folder.relative_to(self._root))}
         facts = {**vars(sampler), "weights": None}
-        await self.record(sampler=facts, weights=packed)
+        await self.record(sampler=facts, weights=_packed(sampler.weights, self._root))
         self.samplers[sampler.number] = sampler
 
     async def snapshot(self, model: TrainedModel, request: Request) -> str:
@@ -433,8 +449,7 @@ class Session:
             await self._journal.rewrite(self._live)
 
     def _live(self) -> list[Record | None]:
-        clones = self._clones.values()
-        return [*self._facts_records, *clones, self._summary, *self.requests.records()]
+        return [*self._facts_records, self._summary, *self.requests.records()]
 
     async def unload(self) -> None:
         """Have the engines forget its models and samplers, until their next calls, and let the
@@ -464,3 +479,16 @@ class Session:
         for model in list(self.models.values()):
             await model.close()
         await self._journal.close()
+
+
+def _packed(weights: Weights | None, root: Path) -> dict[str, Any] | None:
+    if weights is None:
+        return None
+    return {**asdict(weights), "folder": str(weights.folder.relative_to(root))}
+
+
+def _unpacked(packed: Mapping[str, Any] | None, root: Path) -> Weights | None:
+    if packed is None:
+        return None
+    options = ModelOptions(**packed["options"])
+    return Weights(**{**packed, "options": options, "folder": root / packed["folder"]})

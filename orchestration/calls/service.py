@@ -52,7 +52,7 @@ from orchestration.calls.interface import (
 from orchestration.calls.sampling import Session, check_number
 from orchestration.calls.sessions import Sessions, busy_disk
 from pipeline.locks import take
-from stages.calls.custom import GRAPH, check_graph
+from stages.calls.custom import GRAPH
 from stages.calls.interface import (
     AdamOptions,
     CallRefused,
@@ -109,8 +109,8 @@ async def open_service(
         yield service
 
 
-class CheckpointCalls:
-    """The operations on checkpoints of :class:`Service`."""
+class KeptCalls:
+    """The operations of :class:`Service` on checkpoints, and on losses of clients."""
 
     def __init__(
         self, served: Mapping[str, Served], sessions: Sessions, checkpoints: Checkpoints
@@ -187,12 +187,38 @@ class CheckpointCalls:
         with busy_disk():
             return str(await self._checkpoints.archive(self._checkpoints.get(owner, path)))
 
+    async def create_loss(
+        self, owner: str, session_id: str, number: int, graph: Mapping[str, Any]
+    ) -> Acknowledged:
+        """Keep a loss that a client has written."""
+        session = self._sessions.session(owner, session_id, for_calls=True)
+        check_number("custom_loss_seq_id", number)
+        with busy_disk():
+            await session.losses.keep(number, graph)
+        return Acknowledged(f"{session_id}:loss:{number}")
+
+    def _loss(self, owner: str, loss_id: str) -> str:
+        """Return the graph of a client's loss. Raises NotThere."""
+        session_id, _, number = loss_id.rpartition(":loss:")
+        return self._sessions.session(owner, session_id).losses.get(number)
+
+    def with_loss(self, owner: str, options: LossOptions) -> tuple[LossOptions, Collection[str]]:
+        """Return ``options`` with the client's loss that they name, if any, and what it reads, so
+        that the call can be made again without it. Raises CallRefused."""
+        if "loss_id" not in options:
+            return options, ()
+        try:
+            graph = self._loss(owner, str(options["loss_id"]))
+        except NotThere as error:
+            raise CallRefused(message=f"loss_fn_config.loss_id: {error}") from None
+        return {GRAPH: graph}, [each["name"] for each in json.loads(graph)["inputs"]]
+
     def _must_be_served(self, base: str, path: str) -> None:
         if base not in self._served:
             raise CallRefused(message=f"base_model {base!r} of {path} is not served")
 
 
-class Service(CheckpointCalls):
+class Service(KeptCalls):
     """The service, as those who reach it from outside see it. Open it with :func:`open_service`.
 
     Everything may be repeated: the same session, numbers and kind give the same answer. Raises
@@ -394,41 +420,6 @@ class Service(CheckpointCalls):
         if spans:
             head["sampled"] = [datum.sampled for datum in data]
         return await self._call(owner, model_id, seq_id, kind, blob, **head)
-
-    async def create_loss(
-        self, owner: str, session_id: str, number: int, graph: Mapping[str, Any]
-    ) -> Acknowledged:
-        """Keep a loss that a client has written: see :func:`stages.calls.custom.check_graph`."""
-        session = self._sessions.session(owner, session_id, for_calls=True)
-        check_graph(graph)
-        text = json.dumps(graph)
-        if len(text) > FACTS_BYTES:
-            wrong = f"has {len(text)} bytes"
-            raise CallRefused.of("graph", None, wrong, f"at most {FACTS_BYTES} are taken")
-        loss_id = f"{session_id}:loss:{check_number('custom_loss_seq_id', number)}"
-        with busy_disk():
-            await session.keep_loss(number, text)
-        return Acknowledged(loss_id)
-
-    def _loss(self, owner: str, loss_id: str) -> str:
-        """Return the graph of a client's loss. Raises NotThere."""
-        session_id, _, number = loss_id.rpartition(":loss:")
-        for known, graph in self._sessions.session(owner, session_id).losses.items():
-            if str(known) == number:
-                return graph
-        raise NotThere(f"loss {loss_id[:100]!r} is not there")
-
-    def with_loss(self, owner: str, options: LossOptions) -> tuple[LossOptions, Collection[str]]:
-        """Return ``options`` with the client's loss that they name, if any, and what it reads, so
-        that the call can be made again without it. Raises CallRefused."""
-        if "loss_id" not in options:
-            return options, ()
-        try:
-            graph = self._loss(owner, str(options["loss_id"]))
-        except NotThere as error:
-            raise CallRefused(message=f"loss_fn_config.loss_id: {error}") from None
-        inputs = json.loads(graph)["inputs"]
-        return {GRAPH: graph}, [each["name"] for each in inputs]
 
     async def optim_step(
         self, owner: str, model_id: str, seq_id: int, options: AdamOptions

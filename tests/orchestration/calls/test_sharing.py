@@ -118,7 +118,7 @@ async def test_a_loss_is_kept_and_goes_with_each_call_that_names_it(tmp_path: Pa
         with pytest.raises(NotThere):
             await service.create_loss("bob", client.session_id, 1, LOSS)
         long = [{**node, "name": "n" * 40_000} for node in LOSS["nodes"]]
-        with pytest.raises(CallRefused, match=r"graph has \d+ bytes|graph: has \d+ bytes"):
+        with pytest.raises(CallRefused, match=r"graph: has \d+ bytes"):
             await service.create_loss("ann", client.session_id, 1, {**LOSS, "nodes": long})
     async with small_service(tmp_path) as service:
         options, names = service.with_loss("ann", {"loss_id": loss_id})
