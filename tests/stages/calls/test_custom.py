@@ -138,10 +138,10 @@ def surrogate(
     return total, means
 
 
-@pytest.mark.parametrize("budget", [1, 24, None])
+@pytest.mark.parametrize("budget", [12, None])
 def test_an_uploaded_loss_is_that_of_two_passes(budget: int | None) -> None:
     """Its value, metrics and gradients, however the data are packed."""
-    data = [with_scale(datum, 0.5 + number) for number, datum in enumerate(sampled(group=4))]
+    data = [with_scale(datum, 0.5 + number) for number, datum in enumerate(sampled(group=2))]
     graph = uploaded(policy, logprobs=1, advantages=1, old=1, scale=0)
     base = tiny_base(token_budget=budget)
     one_pass, two_passes = (TorchCalledModel(base, ModelOptions(rank=4, seed=1)) for _ in range(2))
@@ -279,7 +279,7 @@ def test_any_graph_is_run_or_refused_in_words() -> None:
     parts += [{"slice": [0, None, 2]}, {"dtype": "int64"}, {"ellipsis": True}, {"float": "nan"}]
     names = [*custom.METHODS, *(f"torch.{name}" for name in custom.FUNCTIONS), "logprobs", "scale"]
     refused = 0
-    for _ in range(400):
+    for _ in range(150):
         changed_graph = json.loads(json.dumps(graph))
         for _ in range(generator.randint(1, 3)):
             node = generator.choice(changed_graph["nodes"])
@@ -302,4 +302,4 @@ def test_any_graph_is_run_or_refused_in_words() -> None:
             continue
         logprobs = torch.zeros(len(datum.tokens), requires_grad=True)
         loss.per_token(LossTokens(logprobs, {}, torch.zeros(1), {}, columns)).sum().backward()
-    assert refused > 100
+    assert refused > 40
