@@ -200,8 +200,8 @@ def algorithms_markdown() -> str:
 def choices_markdown() -> str:
     """The product's own algorithms: when to take each, and what it needs."""
     lines = [
-        "| algorithm | take it when | data | responses to a prompt | computed beside | options of its "
-        "own | paper |",
+        "| algorithm | take it when | data | responses to a prompt | computed beside | options of "
+        "its own | paper |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, algorithm in sorted(built_in().items()):

@@ -26,15 +26,15 @@ class RewardFunction(Section):
     name: Annotated[str, IsCode("reward", "spelling")] = key(
         ...,
         "A reward of the package (`arithmetic`, `environment`, `exact_number`, `judge`, `payout`, "
-        "`python_tests`, `reasoning_gym`, `reward_model`, `spelling`), one that an installed package "
-        "registers, or `module:function`.",
+        "`python_tests`, `reasoning_gym`, `reward_model`, `spelling`), one that an installed "
+        "package registers, or `module:function`.",
         min_length=1,
         examples=["arithmetic", "my_rewards:brevity"],
     )
     options: dict[str, Any] = key(
         {},
-        "Arguments of the function beside the rows' columns: each has its value for every row whose "
-        "own column of the same name is absent or null.",
+        "Arguments of the function beside the rows' columns: each has its value for every row "
+        "whose own column of the same name is absent or null.",
     )
     weight: float = key(1.0, "Factor of its score in the sample's reward, which is the sum.")
     batch: bool = key(
