@@ -270,7 +270,9 @@ class Rows:
         prompts = [self.groups[piece.group].prompt for piece in pieces]
         branches = [[self.branches.get(number, ()) for number in of_piece] for of_piece in numbers]
         has_branches = any(any(of_piece) for of_piece in branches)
-        generated = self.generated and [[self.generated[row] for row in rows] for rows in numbers]
+        generated = None
+        if (of_row := self.generated) is not None:
+            generated = [[of_row[number] for number in of_piece] for of_piece in numbers]
         packed = pack(
             prompts,
             responses,

@@ -14,10 +14,11 @@ orthogonalises all of it.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from stages.engines.torch.optimizers.adamw import AdamW
 from stages.engines.torch.optimizers.interface import Trained
@@ -47,7 +48,7 @@ class Muon(torch.optim.Optimizer):
         hidden = {name: p for name, p in trained.policy.items() if name in trained.hidden}
         self._names = {parameter: name for name, parameter in hidden.items()}
         self._others = AdamW(trained, learning_rate, betas, weight_decay, without=hidden.keys())
-        self._matrices = {
+        self._matrices: dict[str, Any] = {
             "params": [*hidden.values()],
             "lr": learning_rate,
             "weight_decay": weight_decay,
@@ -84,7 +85,7 @@ def _orthogonal_part(part: torch.Tensor) -> torch.Tensor:
     ``part`` is a part of. All ranks that share it call this."""
     if not isinstance(part, DTensor):
         return orthogonal(part)
-    if not any(each.is_shard() and each.dim >= part.ndim - 2 for each in part.placements):
+    if not any(isinstance(each, Shard) and each.dim >= part.ndim - 2 for each in part.placements):
         return orthogonal(part.to_local())  # whole experts
     copy_part(part, orthogonal(whole(part)))
     return part.to_local()

@@ -193,12 +193,12 @@ class Sharded(Parallel):
             share = divide(packed, cp.get_group(), self.coordinates.layout.context_parallel)
         if tp is None:
             return share
-        seen = {"experts": share.fed.experts, "counted": share.fed.counted}
-        own = {
-            name: value if value is None else own_slice(value, tp.get_group())
-            for name, value in seen.items()
-        }
-        return replace(share, fed=replace(share.fed, **own))
+        group = tp.get_group()
+        experts, counted = (
+            values if values is None else own_slice(values, group)
+            for values in (share.fed.experts, share.fed.counted)
+        )
+        return replace(share, fed=replace(share.fed, experts=experts, counted=counted))
 
     def all_gather_counts(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         gathered = self._gathered(torch.tensor(counts, dtype=torch.int64))
