@@ -7,6 +7,7 @@ The groups drawn are recorded with the step, so a restarted trainer replays it w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,3 +36,12 @@ class Replay:
         random = np.random.default_rng([self.seed, version])
         drawn = random.choice(groups, min(self.most, len(groups)), replace=False)
         return await self.index.trained_rows(sorted(drawn.tolist()))
+
+    def figures(self, staleness: Sequence[int]) -> dict[str, float]:
+        """Return the metrics of a step's replayed rows, whose ``staleness`` is apart from that of its
+        own."""
+        return {
+            "replayed_rows": len(staleness),
+            "replayed_staleness_mean": sum(staleness) / len(staleness),
+            "replayed_staleness_max": max(staleness),
+        }

@@ -249,8 +249,8 @@ class Update(Stage):
             batch = claim.joined(replayed) if replayed else claim
             metrics, reason = await self._train_or_skip(batch)
             seconds = time.monotonic() - began
-            if replayed:
-                metrics = {**metrics, **replay_figures(self._staleness(replayed))}
+            if self._replay and replayed:
+                metrics = {**metrics, **self._replay.figures(self._staleness(replayed))}
             return metrics, reason, seconds, await reading if reading is not None else []
         finally:
             await cancel_all(reading)
@@ -457,16 +457,6 @@ def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
             if chosen.any():
                 out[f"response_length_{side}"] = float(lengths[chosen].mean())
     return out
-
-
-def replay_figures(staleness: Sequence[int]) -> dict[str, float]:
-    """Return the metrics of a step's replayed rows, whose ``staleness`` is apart from that of its
-    own."""
-    return {
-        "replayed_rows": len(staleness),
-        "replayed_staleness_mean": sum(staleness) / len(staleness),
-        "replayed_staleness_max": max(staleness),
-    }
 
 
 def groups_of(claim: Claim) -> torch.Tensor:
