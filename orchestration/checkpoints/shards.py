@@ -15,6 +15,7 @@ import io
 import pickle
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,11 +100,13 @@ def load(state: dict[str, Any], reader: dcp.FileSystemReader, *, no_dist: bool) 
     """Fill the tensors and numbers of the nested ``state`` from the checkpoint of ``reader``, on
     all ranks unless ``no_dist``; ``state`` also gets the numbers of an algorithm's control that
     are stored. Raises ShardsRefused, and CheckpointException with it."""
-    stored = (name.partition(".") for name in reader.read_metadata().state_dict_metadata)
+    names: Iterable[str] = ()
+    with suppress(FilesDamaged, OSError):  # which torch's own reading raises, on all ranks
+        names = reader.read_metadata().state_dict_metadata
+    stored = (name.partition(".") for name in names)
+    state.pop(CONTROL, None)
     if control := {name: 0.0 for part, _, name in stored if part == CONTROL}:
         state[CONTROL] = control
-    else:
-        state.pop(CONTROL, None)
     dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=no_dist)
 
 

@@ -17,7 +17,7 @@ import torch
 from orchestration.recipe.loading.load import parse_recipe
 from orchestration.rewards.functions import reward_set
 from stages.model.load import tiny_tokenizer
-from stages.rewards.calls import CallFailed, plain_scores
+from stages.rewards.calls import CallFailed, plain_number, plain_scores
 from stages.rewards.registry import RewardError
 from stages.rewards.stage import ErrorPolicy, RewardScores, RewardSet
 from tests.orchestration.rewards.faulty import ranks_too_few, ranks_too_few_async, ranks_with_a_nan
@@ -108,6 +108,14 @@ def test_a_score_that_is_no_finite_number_is_an_error_of_its_row(bad: Any) -> No
     first, second = plain_scores([0.5, bad], 2)
     assert first == 0.5
     assert isinstance(second, str)
+
+
+def test_an_environments_reward_is_one_number() -> None:
+    assert plain_number(True) == 1.0
+    assert plain_number(None) is None
+    assert (
+        plain_number([0.5, 1.0]) == "returned [0.5, 1.0] as a score; a number, or None, is wanted"
+    )
 
 
 def huge(completions: list[str], **_: Any) -> list[float]:

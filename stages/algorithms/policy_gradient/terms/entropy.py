@@ -13,7 +13,6 @@ import pydantic
 from pydantic import Field
 
 from stages.algorithms.interface import Algorithm
-from stages.algorithms.thresholds import in_top
 from stages.algorithms.token_batch import TokenBatch
 from stages.flow.declarations import ENTROPY, Columns, RunsOn
 from stages.json_schema import faults
@@ -118,6 +117,8 @@ class EntropyTerms(Algorithm):
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         if not self.high_entropy_share:
             return super().prepare(batch)
+        from stages.algorithms.thresholds import in_top  # which other runs do not load
+
         before = batch[BEFORE]
         is_high = in_top(batch, before, self.high_entropy_share)
         return {**super().prepare(batch), HIGH: is_high.to(before.dtype)}
