@@ -102,7 +102,8 @@ class RewardSection(Section):
         4,
         "Processes that call functions (`arithmetic`, `exact_number`, `payout`, `spelling` need "
         "none), started as they are needed; async ones run in one more, at the same time "
-        "(`concurrency`). 0: in the worker, for debugging: one that hangs or crashes harms the run.",
+        "(`concurrency`). 0: in the worker, for debugging: one that hangs or crashes "
+        "harms the run.",
     )
     memory: SizeOrZero = key(
         4 * 2**30,
