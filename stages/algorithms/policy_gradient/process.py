@@ -30,6 +30,7 @@ class ProcessGRPO(GroupCompared):
     give single turns or tokens. Where they give one a response, it is GRPO."""
 
     name: ClassVar[str] = "process_grpo"
+    use_for: ClassVar[str] = "Rewards of single turns or tokens, as of a grader of steps."
     citation: ClassVar[str] = GRPO.citation
     credit_makes: ClassVar[Columns] = {"advantage": "float32 ragged finite"}
 

@@ -31,6 +31,7 @@ class ShuffleR1(GRPO):
     """
 
     name: ClassVar[str] = "shuffle_r1"
+    use_for: ClassVar[str] = "Large groups, of which most responses are alike in reward."
     citation: ClassVar[str] = """
     @misc{zhu2025shuffle,
       title = {{Shuffle-R1}: Efficient {RL} Framework for Multimodal Large Language Models

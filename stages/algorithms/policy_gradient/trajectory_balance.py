@@ -26,6 +26,7 @@ class TrajectoryBalance(Algorithm):
     """
 
     name: ClassVar[str] = "trajectory_balance"
+    use_for: ClassVar[str] = "Very old samples, with replay: a sample's age does not matter."
     citation: ClassVar[str] = """
     @misc{bartoldson2025trajectory,
       title = {Trajectory Balance with Asynchrony: Decoupling Exploration and Learning for Fast,

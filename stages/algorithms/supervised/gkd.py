@@ -41,6 +41,7 @@ class GKD(Algorithm):
     """
 
     name: ClassVar[str] = "gkd"
+    use_for: ClassVar[str] = "As `distillation`, where the teacher's other tokens count too."
     citation: ClassVar[str] = """
     @misc{agarwal2023gkd,
       title = {On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes},

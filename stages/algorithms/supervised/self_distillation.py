@@ -97,6 +97,7 @@ class OPSD(SelfDistillation):
     that ``template`` names). No reward is needed."""
 
     name: ClassVar[str] = "opsd"
+    use_for: ClassVar[str] = "Rows have a written solution, and there is no larger teacher."
     citation: ClassVar[str] = """
     @misc{zhao2026opsd,
       title = {Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models},
@@ -127,6 +128,7 @@ class SDPO(SelfDistillation):
     """
 
     name: ClassVar[str] = "sdpo"
+    use_for: ClassVar[str] = "As `opsd`, where some responses succeed and no solution is written."
     citation: ClassVar[str] = """
     @misc{hubotter2026sdpo,
       title = {Reinforcement Learning via Self-Distillation},
