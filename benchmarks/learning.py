@@ -133,7 +133,7 @@ async def trial(
         async for event in run.events():
             if event.kind == "step" and began is None:
                 began = event.time - event.data["seconds"] - before
-            events.append((event.time - (began or event.time), event.kind, event.data))
+            events.append((event.time - (began or event.time), event.kind, dict(event.data)))
             if event.kind == "evaluation" and enough(scores()):
                 stop.set()
 
