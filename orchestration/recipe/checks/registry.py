@@ -125,11 +125,11 @@ def _import_subjects(recipe: Recipe) -> None:
     """Import the checks of the subjects that ``recipe`` has."""
     for name, keys in SUBJECTS.items():
         is_users_model = name == "examples" and recipe.model.source not in KNOWN_MODELS
-        if is_users_model or any(_is_set(recipe, key) for key in keys):
+        if is_users_model or any(is_set(recipe, key) for key in keys):
             importlib.import_module(f"orchestration.recipe.checks.{name}")
 
 
-def _is_set(recipe: Recipe, key: str) -> bool:
+def is_set(recipe: Recipe, key: str) -> bool:
     """Return whether ``key``, which may be a section, is not as by default."""
     section, _, name = key.rpartition(".")
     table = operator.attrgetter(section)(recipe) if section else recipe

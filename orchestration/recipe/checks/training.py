@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
+from orchestration.recipe.checks.registry import (
+    Environment,
+    check,
+    is_set,
+    machine_check,
+    problem,
+)
 from orchestration.recipe.flow import needs_reference
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.problems import value_or_none
@@ -23,7 +29,7 @@ BIAS = "train.router_bias_rate"
 @check(OPTIMIZER, "train", "critic", "algorithm")
 def optimizer_is_possible(recipe: Recipe) -> Iterator[Problem]:
     name = recipe.train.optimizer
-    if recipe.train.engine != "torch":
+    if recipe.train.engine != "torch" and is_set(recipe, OPTIMIZER):
         reason = f"is not for train.engine = {recipe.train.engine!r}, which has its own"
         yield problem(recipe, OPTIMIZER, reason, "take it out, or set train.engine = 'torch'")
     alone = OPTIMIZERS[name].one_rank

@@ -9,11 +9,14 @@ import pytest
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from pipeline.compat.extras import is_installed
 from tests.orchestration.run.test_run import assert_equal, trained
 from tests.orchestration.runs import TINY, complete, recipe
 
+EIGHT_BITS = pytest.mark.skipif(not is_installed("torchao"), reason="needs the extra optimizers")
 
-@pytest.mark.parametrize("name", ["muon", "adamw8bit"])
+
+@pytest.mark.parametrize("name", ["muon", pytest.param("adamw8bit", marks=EIGHT_BITS)])
 async def test_a_run_resumes_to_the_weights_of_one_that_never_stopped(
     tmp_path: Path, name: str
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from orchestration.checkpoints import checkpoint
+from pipeline.compat.extras import is_installed
 from stages.engines.optimizers import OPTIMIZERS
 from stages.engines.torch.optimizers.muon import orthogonal
 from stages.engines.torch.train import TorchTrainEngine
@@ -36,7 +37,11 @@ from tests.stages.sharded import (
 
 RATE = 1e-2
 DECAY = 0.1
-each = pytest.mark.parametrize("name", OPTIMIZERS)
+# torchao is not of the environment of the tests: transformers imports it into every process
+EIGHT_BITS = pytest.mark.skipif(not is_installed("torchao"), reason="needs the extra optimizers")
+each = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=EIGHT_BITS if k.package else ()) for n, k in OPTIMIZERS.items()]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -230,6 +235,7 @@ def test_the_bytes_of_its_state_are_those_that_plans_count(name: str) -> None:
     assert 0 <= extra <= beside * len(engine.trained)
 
 
+@EIGHT_BITS
 def test_eight_bits_make_nearly_the_steps_of_adamw() -> None:
     """The first step is AdamW's, as its moments are rounded after it; later ones are near."""
     engines = [engine_of(name) for name in ("adamw", "adamw8bit")]
