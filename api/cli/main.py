@@ -56,7 +56,7 @@ COMMANDS = {
     ),
     "recipes": (
         "api.cli.plan:recipes",
-        "List the recipes that can be run by name, or with --keys the keys of a recipe.",
+        "List the recipes that can be run by name, or with --keys the keys of one; or copy one.",
     ),
     "agent": ("api.cli.service.agent:agent_command", "Execute the runs of a service."),
     "compare": (

@@ -485,7 +485,7 @@ def recipes(
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """List the recipes that can be run by name, with --keys the keys of a recipe; or copy one."""
+    """List the recipes that can be run by name, or with --keys the keys of one; or copy one."""
     if section and not keys:
         refuse(
             f"recipes: {section!r} is given without --keys; write `asyncdock recipes --keys "
