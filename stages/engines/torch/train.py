@@ -440,7 +440,8 @@ class TorchTrainEngine:
 
 
 def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    for part in sorted((mine.keys() | state.keys()) - COUNTS):
+    parts = (mine.keys() | state.keys()) - COUNTS
+    for part in sorted(parts, key=lambda part: (part != "model", part)):
         if other := mine.get(part, {}).keys() ^ state.get(part, {}).keys():
             raise ValueError(
                 f"state: {part} differs from the model's in {sorted(other)[:4]}; was "

@@ -17,6 +17,7 @@ from stages.adapters.names import adapted_layers, adapter_shapes, down_of, head_
 from stages.adapters.options import AdapterOptions
 from stages.engines.protocols import AdaptersRemoved, Completion, GroupRequest, WeightMismatch
 from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.decoding.llama_forward import can_pack_in
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.model.load import load_model
 from tests.stages.engines.torch.test_resting import next_turn
@@ -321,7 +322,12 @@ def test_a_head_has_an_adapter(packed: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("packed", [True, False])
+PACKS_BFLOAT16 = pytest.mark.skipif(
+    not can_pack_in(torch.bfloat16), reason="needs a CPU with AVX-512 or AVX-NE-CONVERT"
+)
+
+
+@pytest.mark.parametrize("packed", [pytest.param(True, marks=PACKS_BFLOAT16), False])
 def test_a_bfloat16_model_takes_float32_adapters(packed: bool) -> None:
     def build() -> Any:
         return family_model("Qwen3", dtype=torch.bfloat16)
