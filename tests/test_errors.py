@@ -172,6 +172,7 @@ OF_LIBRARIES = {
     ("stages/engines/torch/model_check.py", "str(error)"),
     # vLLM passes on no more of its worker's error than a text
     ("stages/engines/vllm/rollout.py", "str(error)"),
+    ("orchestration/publishing/hub.py", "str(error)"),  # hf_xet's, which has no status of an answer
     ("stages/prompts/rows/files.py", "str(error)"),  # Python's of a number with too many digits
     ("orchestration/checkpoints/shards.py", "str(error)"),  # torch's of a pickle
     ("pipeline/index/errors.py", "str(error)"),  # Redis's reply, which begins with a code

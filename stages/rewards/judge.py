@@ -119,13 +119,17 @@ def reward_model(
 def _load_classifier(path: str, device: str) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    local = {"local_files_only": True, "trust_remote_code": False}
     classifier = AutoModelForSequenceClassification.from_pretrained(
-        path, dtype="auto", use_safetensors=True, **local
+        path,
+        dtype="auto",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     if (labels := classifier.config.num_labels) != 1:
         raise ValueError(f"model: {path!r} has {labels} labels; a reward model has one")
-    return AutoTokenizer.from_pretrained(path, **local), classifier.eval().to(device)
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return tokenizer, classifier.eval().to(device)
 
 
 def _conversation_ids(

@@ -45,7 +45,7 @@ from stages.model.files import copy_part
 from stages.resharding.tensors import local_part, local_weights, training_state
 
 Result = TypeVar("Result")
-COUNTS = {"step", "version"}  # what a state has beside tables of tensors
+COUNTS = {"step", "version", CONTROL}  # what a state has beside tables of tensors
 
 
 def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:

@@ -213,9 +213,14 @@ async def test_unknown_kinds_are_named_with_those_there_are(client: Client, run:
         ("names=stpe", 400, "stpe", "step, evaluation, ledger"),
         ("names=step&names=ledger.generatd", 400, "ledger.generatd", "step, evaluation, ledger"),
         ("names=worker", 400, "worker", "step, evaluation, ledger"),
-        ("names=step.los", 422, "step.los", "step.loss, step.entropy"),
+        ("names=step.los", 422, "step.los", "did you mean 'step.loss'?"),
         ("names=stage/reward-9", 422, "stage/reward-9", "stage/reward-0"),
-        ("names=step.loss,stage/reward-0.colour", 422, "stage/reward-0.colour", "stage.rows"),
+        (
+            "names=step.loss,stage/reward-0.colour",
+            422,
+            "stage/reward-0.colour",
+            "stage/reward-0.other",
+        ),
     ],
 )
 async def test_unknown_names_of_metrics_are_named_with_those_there_are(

@@ -378,7 +378,7 @@ def test_what_cannot_be_tracked_is_refused(tmp_path: Path) -> None:
         app, ["track", str(run_folder(tmp_path / "tracked", 1)), "--to", "paper"]
     )
     assert unknown.exit_code == 2
-    assert "tensorboard, mlflow, wandb" in unknown.output
+    assert "use one of: 'mlflow', 'tensorboard', 'wandb'" in unknown.output
     nowhere = CliRunner().invoke(app, ["track", str(tmp_path / "nowhere")])
     assert nowhere.exit_code == 2
     assert "not the folder of a run" in nowhere.output

@@ -81,6 +81,7 @@ def test_loss_gradient_and_metrics_are_those_of_the_generated_tokens(
     one, other = (with_observations(rows, versions, masks, seed + at) for at in range(2))
     for batch, of_batch in ((alone, None), (one, masks), (other, masks)):
         batch["preference"] = 1.0 - 2 * batch["preference"]  # each pair has a better response
+        batch["log_target"] = batch["reward"]
         if isinstance(algorithm, Distillation):
             names = ("ref_logprobs", "rollout_logprobs")
             group = {key: list(batch[key].unbind()) for key in names}
@@ -161,6 +162,7 @@ def engine_rows(name: str) -> tuple[list[Any], list[list[int]], list[torch.Tenso
     for at, row in enumerate(rows):
         row["preference"] = torch.tensor(1.0 - 2 * (at % 2))
         row["reward"] = row["advantage"]
+        row["log_target"] = row["advantage"]
         row["values"] = row["ref_logprobs"] + 4  # of a critic of its own
         row[TEACHER_IDS] = ((row["response_ids"] + 1) % VOCABULARY).int()
         row[TEACHER_LOGPROBS] = row["ref_logprobs"]

@@ -12,6 +12,7 @@ import torch
 from stages.calls.interface import AdamOptions, Datum, ModelOptions, SampleRequest, SamplingOptions
 from stages.calls.model import TorchCalledModel
 from stages.calls.sampler import EngineSampler
+from stages.engines.torch.decoding.llama_forward import can_pack_in
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.model.load import load_model
 from tests.stages.calls.data import sampled, tiny_base
@@ -29,6 +30,8 @@ async def test_a_sampler_with_the_head_s_adapter_is_the_model_merged(
     dtype: torch.dtype, tolerance: float, tied: bool, packed: bool, tmp_path: Path
 ) -> None:
     """And the model in training, beside another client's without one."""
+    if packed and not can_pack_in(dtype):
+        pytest.skip(f"this CPU does not pack weights of {dtype}")
     base = tiny_base(tied=tied, dtype=dtype)
     options = [ModelOptions(rank=4, seed=number, head=number == 0) for number in range(2)]
     models = [TorchCalledModel(base, each) for each in options]

@@ -86,7 +86,10 @@ def test_a_missing_library_is_named_with_its_extra(
     assert "needs the package torchao; pip install 'asyncdock[optimizers]'" in str(problem)
 
 
-def test_plans_count_the_state_of_the_optimizer(path: Path) -> None:
+def test_plans_count_the_state_of_the_optimizer(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "is_installed", lambda module: True)
     sizes = {
         name: checkpoint_bytes(load_recipe(path, [f"train.optimizer={name}"]))
         for name in ("adamw", "adamw8bit", "muon")

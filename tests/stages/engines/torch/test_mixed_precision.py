@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from orchestration.checkpoints.checkpoint import Checkpoint, Writer
 from stages.engines.torch.decoding.decoder import TorchDecoder
-from stages.engines.torch.model import optimizer
+from stages.engines.torch.optimizers import weights
 from stages.engines.torch.train import TorchTrainEngine
 from stages.parallel.layout import Layout
 from stages.parallel.placement import model_state, place
@@ -95,7 +95,7 @@ def test_micro_batches_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) 
     """The gradient is the float32 sum of those that the micro-batches give in bfloat16
     arithmetic."""
     parts: dict[int, list[torch.Tensor]] = {}
-    pass_on = optimizer._pass_gradient_on
+    pass_on = weights._pass_gradient_on
 
     def record(master: torch.nn.Parameter, copy: torch.Tensor) -> None:
         assert copy.grad is not None
@@ -103,7 +103,7 @@ def test_micro_batches_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) 
         parts.setdefault(id(master), []).append(copy.grad.float())
         pass_on(master, copy)
 
-    monkeypatch.setattr(optimizer, "_pass_gradient_on", record)
+    monkeypatch.setattr(weights, "_pass_gradient_on", record)
     engine = engine_of(grad_clip=None)
     gradients, _ = gradients_of_step(engine, make_batch(), algorithm())
     for name, gradient in gradients.items():
