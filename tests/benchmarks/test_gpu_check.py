@@ -26,6 +26,7 @@ from benchmarks.rollout import Case, Machine, Sizes
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.timeout(1200)
 def test_a_rehearsal_on_a_cpu_passes_and_disowns_its_speeds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def test_what_cannot_run_is_left_out_by_name(
     assert [(one["benchmark"], one["met"]) for one in result["scores"]] == [("agents", False)]
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda one: one.name)
 def test_each_is_read_from_what_its_benchmark_writes(benchmark: Benchmark) -> None:
     found = measured(benchmark, quick=True)
