@@ -53,7 +53,9 @@ def score(options: argparse.Namespace) -> None:
     for name, reason in left_out.items():
         console.print(f"{name}: left out, {reason}", markup=False)
     if options.quick:
-        console.print("Quick: small sizes and few turns, whose figures say that it runs, no more.")
+        console.print(
+            "Quick: the sizes are small. The figures show that the benchmarks run, and say nothing of speed."
+        )
     if options.json:
         rows = [{"benchmark": name, **asdict(one), "met": one.met} for name, one in scores]
         result = {"quick": options.quick, "scores": rows, "left_out": left_out}

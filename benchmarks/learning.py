@@ -55,7 +55,7 @@ SMOOTHED = 5  # steps over which the plot's thick line is a mean
 WIDTH = 240  # columns of a table
 STALENESS, SEED = "pipeline.staleness", "seed"
 NOISE_SEEDS = 5  # of a setting, from which on its noise is shown
-COMPARED_SEEDS = (3, 5, 10)  # of two settings, whose noise is shown
+COMPARED_SEEDS = (3, 5, 10)  # seeds of each setting, for which the table shows the noise
 COLOURS = (
     "#0072B2",
     "#D55E00",

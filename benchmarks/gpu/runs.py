@@ -16,7 +16,7 @@ from orchestration.recipe.loading.load import load_recipe
 from stages.model.load import tiny_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-ENDS = 5  # first and last steps whose rewards are compared
+ENDS = 5  # number of steps at each end; their mean rewards are compared
 
 
 async def colocated_runs(setting: Setting) -> AsyncIterator[list[Figure]]:

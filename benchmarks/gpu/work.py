@@ -40,8 +40,7 @@ SMOKE = [Case(4, 2, 6, prompt=9)]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how a part is measured: ``small`` is a rehearsal, whose models and cases are
-    tiny."""
+    """Where and how a part is measured. ``small``: a rehearsal with tiny models and cases."""
 
     device: torch.device
     small: bool

@@ -80,10 +80,10 @@ class ProcessGRPO(GroupCompared):
         if MASK in group:
             masked = zip(advantage, group[MASK], strict=True)
             advantage = [row.masked_fill(~mask, 0) for row, mask in masked]
-        made = {"advantage": advantage}
+        columns = {"advantage": advantage}
         if self.drop_equal and not any(bool(row.any()) for row in advantage):
-            return Drop("equal rewards", instead=made)
-        return made
+            return Drop("equal rewards", instead=columns)
+        return columns
 
     def advantage(self, rewards: torch.Tensor) -> torch.Tensor:
         """Return ``(r - mean) / (std + 1e-4)`` of ``rewards`` [n]; zeros where all are equal."""
