@@ -125,7 +125,7 @@ def plain_steps(
     activations computed twice."""
     device = setting.device
     model.to(device)  # type: ignore[arg-type]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     prompts = torch.stack([one.prompt_ids for one in asked]).repeat_interleave(case.group, 0)
     prompts = prompts.to(device)
     advantage = torch.linspace(-1, 1, case.rows, device=device)

@@ -8,6 +8,7 @@ import ssl
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core.core_schema import union_schema
 
 from orchestration.bounds import LARGEST
 from orchestration.cluster_backends import CLUSTERS, ClusterBackend
@@ -334,14 +335,16 @@ class AlgorithmSection(Section):
     ) -> dict[str, Any]:
         schema = only_where({"name": "grpo"}, "options", core, handler)
         if handler.mode == "validation":
-            handler.resolve_ref_schema(schema)["allOf"] = [
-                {
-                    "if": {"properties": {"name": {"const": name}}, "required": ["name"]},
-                    "then": {"properties": {"options": algorithm.model_json_schema()}},
-                }
-                for name, algorithm in built_in().items()
-                if name != "grpo"  # the default, also where the recipe has no name
-            ]
+            of_the_others: dict[str, Any] = {}
+            for name, algorithm in built_in().items():
+                if name != "grpo":
+                    # of a union, the handler makes a definition of each member
+                    of_options = handler(union_schema([algorithm.__pydantic_core_schema__]))
+                    options = {"properties": {"options": of_options}}
+                    named = {"properties": {"name": {"const": name}}}
+                    of_the_others = {"if": named, "then": options, "else": of_the_others}
+            # not one `allOf`: generators of values multiply its parts
+            handler.resolve_ref_schema(schema)["else"] = of_the_others
         return schema
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import jsonschema_rs
 import pytest
 from pydantic import ValidationError
 
@@ -137,6 +138,13 @@ def _fields_are_sound(data: dict[str, Any]) -> bool:
             item["type"] == "fault" and item["loc"][0] == "prompts" for item in error.errors()
         )
     return True
+
+
+def test_values_can_be_generated_from_the_json_schema() -> None:
+    """What a generator of values, as schemathesis, cannot bring into one form is ``raw``."""
+    schema = Recipe.model_json_schema()
+    canonical = jsonschema_rs.canonicalize(schema, draft=jsonschema_rs.Draft202012)
+    assert canonical.kind is not jsonschema_rs.canonical.CanonicalKind.RAW
 
 
 def test_a_colocated_run_has_as_many_rollout_engines_as_ranks(minimal: Path) -> None:
