@@ -10,10 +10,9 @@ network.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import tomllib
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, distributions, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,10 +26,10 @@ DEPENDENCIES: list[str] = tomllib.loads((Path(__file__).parents[1] / "pyproject.
 
 
 def missing() -> str:
-    """Which of the package's dependencies cannot be imported here, and what to do; empty where all
-    can."""
+    """Which of the package's dependencies are not installed here, and what to do; empty where all
+    are."""
     names = [re.split(r"[^\w-]", text)[0] for text in DEPENDENCIES]
-    lacking = [name for name in names if importlib.util.find_spec(name.replace("-", "_")) is None]
+    lacking = [name for name in names if not any(distributions(name=name))]
     fix = (
         "where there is a network: make gpu-wheels (GPU_WHEELS_FOR=3.12 for another Python); carry "
         ".gpu-wheels here, then: make gpu-check GPU_PYTHON=python3"
