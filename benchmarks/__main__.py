@@ -54,7 +54,8 @@ def score(options: argparse.Namespace) -> None:
         console.print(f"{name}: left out, {reason}", markup=False)
     if options.quick:
         console.print(
-            "Quick: the sizes are small. The figures show that the benchmarks run, and say nothing of speed."
+            "Quick: the sizes are small. "
+            "The figures show that the benchmarks run, and say nothing of speed."
         )
     if options.json:
         rows = [{"benchmark": name, **asdict(one), "met": one.met} for name, one in scores]

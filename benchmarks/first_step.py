@@ -58,7 +58,7 @@ PHASES = {
     "stages.engines.torch.train": (
         "TorchTrainEngine.__init__",
         "TorchTrainEngine.train_batch",
-        "adamw",
+        "make",
     ),
     "stages.engines.torch.parallel.interface": ("install_packed_attention",),
 }

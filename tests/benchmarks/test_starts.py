@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 from benchmarks import first_step
 from benchmarks.starts import measure
 from tests.orchestration.runs import forks
@@ -11,6 +13,13 @@ async def test_a_start_and_a_recovery_are_timed() -> None:
     found = await measure("forkserver", 1, forks())
     assert found.keys() == {"start", "recovery", "private"}
     assert all(value > 0 for value in found.values())
+
+
+def test_what_is_timed_is_where_the_table_says() -> None:
+    """A name that is not there ends the fork server, and nothing of its children is timed."""
+    for module, names in first_step.PHASES.items():
+        for name in names:
+            assert callable(pkgutil.resolve_name(f"{module}:{name}"))
 
 
 def test_each_process_is_in_the_timeline_to_the_first_step() -> None:

@@ -51,8 +51,8 @@ def errors_in_words() -> Iterator[None]:
 
 def say_errors(say: Callable[[str], None], level: int = logging.ERROR) -> None:
     """Call ``say`` with one line for each event that a server in this command logs at ``level`` or
-    above. No log lines are printed meanwhile; tracebacks go to :func:`orchestration.logs.errors_file`. With
-    ``ASYNCDOCK_TRACE`` set nothing changes."""
+    above. No log lines are printed meanwhile; tracebacks go to
+    :func:`orchestration.logs.errors_file`. With ``ASYNCDOCK_TRACE`` set nothing changes."""
     if os.environ.get(TRACE_VARIABLE):
         return
     import structlog
