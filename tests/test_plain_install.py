@@ -38,7 +38,7 @@ LACKING = {
     "calculator": {"quickstart"},
     **{
         name: {"quickstart"}
-        for name in ("code", "distill", "judge", "math", "preferences", "tools")
+        for name in ("code", "distill", "judge", "math", "preferences", "reasoning", "tools")
     },
     "lora": {"lora", "quickstart"},
     "quickstart": {"quickstart"},

