@@ -37,8 +37,9 @@ MOST_ARCHIVES = 1000
 
 @tinker_operation("GET", "/api/v1/training_runs", summary="Models of this token")
 async def list_runs(service: Service, request: web.Request, query: PageQuery) -> Answer:
+    """The one that was asked last is the first."""
     calls, owner = caller(request)
-    models = await calls.models(owner)
+    models = sorted(await calls.models(owner), key=lambda each: each.last_request, reverse=True)
     checkpoints = await calls.checkpoints(owner)
     chosen, cursor = _page(models, query)
     name = request[PRINCIPAL].name
@@ -62,8 +63,10 @@ async def list_run_checkpoints(service: Service, request: web.Request, path: Mod
 
 @tinker_operation("GET", "/api/v1/checkpoints", summary="Checkpoints of this token")
 async def list_checkpoints(service: Service, request: web.Request, query: PageQuery) -> Answer:
+    """The newest is the first."""
     calls, owner = caller(request)
-    chosen, cursor = _page(await calls.checkpoints(owner), query)
+    found = sorted(await calls.checkpoints(owner), key=lambda each: each.time, reverse=True)
+    chosen, cursor = _page(found, query)
     return Answer(checkpoints=[_checkpoint(each) for each in chosen], cursor=cursor)
 
 

@@ -151,8 +151,10 @@ async def test_a_model_from_its_session_to_its_archive(client: Client) -> None:
     run = await user.get(f"/api/v1/training_runs/{model}")
     assert run["user_metadata"] == {"kind": "x", "n": "3"}
     assert run["last_checkpoint"]["checkpoint_id"] == "weights/first"
-    runs = await user.get("/api/v1/training_runs?limit=1&offset=1")
-    assert (len(runs["training_runs"]), runs["cursor"]["total_count"]) == (1, 2)
+    for offset, listed in enumerate((f"{session}:train:1", model)):  # the newest first
+        runs = await user.get(f"/api/v1/training_runs?limit=1&offset={offset}")
+        assert [each["training_run_id"] for each in runs["training_runs"]] == [listed]
+        assert runs["cursor"]["total_count"] == 2
     checkpoint = f"/api/v1/training_runs/{model}/checkpoints/weights/first"
     archive = await user.ask("GET", f"{checkpoint}/archive", allow_redirects=False)
     assert archive.status == 302
@@ -271,6 +273,9 @@ async def test_checkpoints_for_other_programs_and_copies(client: Client) -> None
     session = model.partition(":")[0]
     own = await copy("c", session_id=session, model_seq_id=1)
     assert own == f"tinker://{session}:train:1/external_weights/out"
+    checkpoints = (await user.get("/api/v1/checkpoints"))["checkpoints"]
+    paths = [each["tinker_path"] for each in checkpoints]
+    assert (len(paths), paths[0], paths[-1]) == (4, own, path), "the newest is the first"
     step = {"model_id": f"{session}:train:1", "seq_id": 1}
     refused = await user.ask("POST", "/api/v1/optim_step", json=step)
     assert "is not trained" in (await problem(refused, 422))["detail"]
