@@ -167,7 +167,7 @@ class Workload:
                     "token_budget": 4096,
                     "mock": {"step_seconds": self.train_seconds, "token_seconds": 0.0},
                 },
-                "pipeline": {"staleness": bound, "arena": "512MiB"},
+                "pipeline": {"staleness": bound, "arena": "1GiB"},
             }
         )
 

@@ -75,7 +75,8 @@ class TorchRolloutEngine:
     ``adapters``: the weights that the engine takes are those of adapters beside the model's linear
     layers; it begins with ``first`` of them, or zeros. ``routed_experts``: completions have the
     experts that the model's routers chose. ``router_biases``: the weights that the engine takes have
-    the biases of routers too. Raises ``ValueError`` for a model that keeps its own
+    the biases of routers too. ``speculate``: rows that are few make several tokens a forward, by
+    drafts from earlier responses. Raises ``ValueError`` for a model that keeps its own
     attention, or cannot have the adapters.
     """
 
@@ -99,6 +100,7 @@ class TorchRolloutEngine:
         routed_experts: bool = False,
         sampled: int | None = None,
         router_biases: bool = False,
+        speculate: bool = False,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError(
@@ -124,6 +126,11 @@ class TorchRolloutEngine:
         )
         if first is not None:
             self.fill(first)
+        drafts = None
+        if speculate:
+            from stages.engines.torch.decoding.drafts import Drafts
+
+            drafts = Drafts()
         self._batch = ContinuousBatch(
             self._decoder,
             tokenizer,
@@ -131,6 +138,7 @@ class TorchRolloutEngine:
             prefill_tokens=prefill_tokens,
             version=initial_version,
             launch_ahead=static,
+            drafts=drafts,
         )
         self._has_tokenizer = tokenizer is not None
         self._context = self._decoder.max_context

@@ -3,7 +3,7 @@ row's own.
 
     prefill ─▶ prompt pool [slots, KV heads, P, D]  ──┐
     extend  ─┬▶ row pool   [slots, KV heads, L, D]  ──┴─▶ softmax over [prompt keys | own keys] of each row
-    decode  ─┘
+    decode  ─┘  (one token of each row, or with drafts several)
 
 The prompt's part is one matmul for all rows of a prompt, so its keys are read once per group and
 never copied.
@@ -62,40 +62,60 @@ class SharedPrompts:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Index tensors of one decode step of R rows with at most L tokens of their own each."""
+    """Index tensors of one decode step: T packed tokens of R rows, at most C of a row, which has at
+    most L tokens of its own. T = R and C = 1 but for rows with drafts."""
 
     sharing: SharedPrompts
-    rows: torch.Tensor  # int64 [R]: pool slot of each row
-    own: torch.Tensor  # int64 [R]: place of its new key and value
+    rows: torch.Tensor  # int64 [T]: pool slot of each token's row
+    own: torch.Tensor  # int64 [T]: place of its key and value
     longest: int  # L
+    padded: torch.Tensor | None = (
+        None  # int64 [R, C]: index of the packed token at each padded place
+    )
+    packed: torch.Tensor | None = None  # int64 [T]: index of each one in the flattened padded ones
     biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, sharing: SharedPrompts, own: torch.Tensor, longest: int) -> DecodeStep:
         return cls(sharing, torch.arange(len(own), device=own.device), own, longest)
 
+    @property
+    def count(self) -> int:
+        """The most tokens of a row: C."""
+        return 1 if self.padded is None else self.padded.shape[1]
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """Return packed [T, heads, D] as [R, heads, C, D]."""
+        return x[:, :, None] if self.padded is None else x[self.padded].transpose(1, 2)
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """Return padded [R, heads, C, D] as [T, heads * D]."""
+        rows = x.transpose(1, 2).flatten(0, 1).flatten(1)
+        return rows if self.packed is None else rows[self.packed]
+
     def bias(self, window: int | None) -> torch.Tensor:
-        """Return float32 [R, 1, 1, P + L]: 0, or -inf where a key is masked, also beyond
+        """Return float32 [R, 1, C, P + L]: 0, or -inf where a key is masked, also beyond
         ``window``.
 
         Computed on the device, once a window, without a synchronisation.
         """
         if window not in self.biases:
             sharing = self.sharing
-            newest = self.own[:, None]
+            newest = self.own[:, None] if self.padded is None else self.own[self.padded]
+            newest = newest[..., None]  # [R, C, 1]
             device = self.own.device
-            lengths = sharing.prompt_lengths[:, None]
-            columns = torch.arange(max(sharing.longest, self.longest), device=device)[None]
-            of_prompt = columns[:, : sharing.longest]
-            of_own = columns[:, : self.longest]
-            prompt_part = of_prompt >= lengths
+            lengths = sharing.prompt_lengths[:, None, None]
+            columns = torch.arange(max(sharing.longest, self.longest), device=device)
+            of_prompt = columns[: sharing.longest]
+            of_own = columns[: self.longest]
+            prompt_part = (of_prompt >= lengths).expand(-1, self.count, -1)
             own_part = of_own > newest
             if window is not None:
-                prompt_part |= of_prompt <= lengths + newest - window
+                prompt_part = prompt_part | (of_prompt <= lengths + newest - window)
                 own_part |= of_own <= newest - window
-            hidden = torch.cat([prompt_part, own_part], 1)
+            hidden = torch.cat([prompt_part, own_part], -1)
             bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
-            self.biases[window] = bias[:, None, None]
+            self.biases[window] = bias[:, None]
         return self.biases[window]
 
 
@@ -242,7 +262,8 @@ class TwoPartAttention:
             len(sharing.place),
         )
         heads = key.shape[1]
-        width = query.shape[1] // key.shape[1]
+        # queries of a KV head: of each of its query heads, and of each token of the row
+        width = query.shape[1] // heads * step.count
         keys, values = self._room(self.rows, layer, rows, longest_row, key, value)
         prompt_keys, prompt_values = self._room(self.prompts, layer, g, longest_prompt, key, value)
         keys[step.rows, :, step.own] = key
@@ -263,29 +284,36 @@ class TwoPartAttention:
 
         # bmm of [heads of all rows or prompts, …]: matmul would take as long as it before it calls
         # it, with one row.
-        q = (query * scores.scaling).view(rows, heads, width, -1)
+        q = step.pad(query * scores.scaling).reshape(rows, heads, width, -1)
         of_prompt = by_row(
             torch.bmm(by_prompt(q), _flat(prompt_keys, g, longest_prompt).transpose(1, 2))
         )
         of_own = torch.bmm(q.flatten(0, 1), _flat(keys, rows, longest_row).transpose(1, 2)).view(
             rows, heads, width, longest_row
         )
-        weights = torch.cat([of_prompt, of_own], -1).float()
+        # [R, query heads, C, P + L]
+        weights = (
+            torch.cat([of_prompt, of_own], -1)
+            .float()
+            .view(rows, -1, step.count, longest_prompt + longest_row)
+        )
         if scores.softcap is not None:
             weights = weights.div_(scores.softcap).tanh_().mul_(scores.softcap)
         weights.add_(step.bias(scores.window))
         if sinks is not None:
-            sink = sinks.float().view(heads, width, 1).expand(rows, -1, -1, 1)
+            sink = sinks.float().view(-1, 1, 1).expand(rows, -1, step.count, 1)
             weights = torch.cat([weights, sink], -1).softmax(-1)[..., :-1].to(q.dtype)
         else:
             weights = weights.softmax(-1).to(q.dtype)
+        weights = weights.view(rows, heads, width, -1)
         out = torch.bmm(
             weights[..., longest_prompt:].flatten(0, 1), _flat(values, rows, longest_row)
         )
         of_prompt = torch.bmm(
             by_prompt(weights[..., :longest_prompt]), _flat(prompt_values, g, longest_prompt)
         )
-        return out.view(rows, -1).add_(by_row(of_prompt).flatten(1))
+        out = out.view(rows, heads, width, -1).add_(by_row(of_prompt))
+        return step.pack(out.view(rows, query.shape[1], step.count, -1))
 
     def _room(
         self, pool: Pool, layer: int, slots: int, tokens: int, k: torch.Tensor, v: torch.Tensor

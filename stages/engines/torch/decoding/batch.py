@@ -6,6 +6,9 @@
 Nothing here is thread-safe: one thread makes all calls. A turn depends on the queue and the rows
 alone, so the same submissions give the same batches and the same bits.
 
+With ``drafts``, rows that are few take several tokens a forward: those of their drafts that hold,
+and the one after them (:mod:`stages.engines.torch.decoding.drafts`).
+
 On an accelerator the next token's decode is launched before the newest token is read: the host
 reads, checks for ends and delivers while the device computes. A token that was launched for a row
 that had ended is dropped. A call that changes the batch first reads what was launched.
@@ -20,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -44,6 +47,7 @@ from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submis
 from stages.engines.torch.decoding.sampling import Drawn, draw, uniform
 
 if TYPE_CHECKING:
+    from stages.engines.torch.decoding.drafts import Draft, Drafts
     from stages.engines.torch.model.matchers import Matchers
 
 # a row's token and the alternatives to it, and their logprobs
@@ -55,7 +59,7 @@ class ContinuousBatch:
 
     One prefill has at most ``prefill_tokens`` padded tokens, or one prompt; as many tokens of
     earlier requests are fed at once, or those of one row. ``launch_ahead``: launch a token before
-    the previous one is read.
+    the previous one is read. ``drafts``: where rows look for theirs; None: nowhere.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class ContinuousBatch:
         prefill_tokens: int,
         version: int,
         launch_ahead: bool,
+        drafts: Drafts | None = None,
     ) -> None:
         self.decoder = decoder
         self.versions = {OWN: version}  # of the weights, by the name of their adapters
@@ -79,6 +84,7 @@ class ContinuousBatch:
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._launch_ahead = launch_ahead
+        self._drafts = drafts
         self._launched: Drawn | None = None  # a token of every row that has not been read
 
     def step(self) -> None:
@@ -286,6 +292,12 @@ class ContinuousBatch:
     def _decode(self) -> None:
         """Launch one more token of every row, and read it unless the next one can be launched
         first."""
+        if drafts := self._find_drafts():
+            self._decode_drafts(drafts)
+        elif self.rows:
+            self._decode_one()
+
+    def _decode_one(self) -> None:
         before = self._launched
         fed = before.tokens if before else torch.tensor([row.tokens[-1] for row in self.rows])
         cached = [row.length for row in self.decoder.rows]
@@ -293,8 +305,7 @@ class ContinuousBatch:
             launched = self._draw(self.rows, self.decoder.decode(fed), before)
         except Exception as error:
             warn_of_one_by_one(error)
-            for decoder_row, length in zip(self.decoder.rows, cached, strict=True):
-                decoder_row.length = length
+            self._set_lengths(cached)
             self.read_launched()
             self._decode_each()
             return
@@ -305,6 +316,49 @@ class ContinuousBatch:
         self._launched = launched
         if finished or not self._launch_ahead or self._next_may_end():
             self.read_launched()
+
+    def _find_drafts(self) -> dict[int, Draft]:
+        """Return the drafts of rows that have one, by number."""
+        if self._drafts is None or len(self.rows) > self._drafts.most_rows:
+            return {}
+        self.read_launched()
+        drafts = (self._drafts.of(row, len(self.rows)) for row in self.rows)
+        return {number: draft for number, draft in enumerate(drafts) if draft is not None}
+
+    def _decode_drafts(self, drafts: Mapping[int, Draft]) -> None:
+        """Append to each row those tokens of its draft that are drawn, and the one after them."""
+        drafted = [drafts[n].tokens if n in drafts else [] for n in range(len(self.rows))]
+        fed = [[row.tokens[-1], *draft] for row, draft in zip(self.rows, drafted, strict=True)]
+        counts = [len(of_row) for of_row in fed]
+        cached = [row.length for row in self.decoder.rows]
+        known = [len(row.tokens) for row in self.rows]
+        try:
+            made = iter(self._draw_drafts(counts, self.decoder.decode_drafts(fed)))
+        except Exception as error:
+            warn_of_one_by_one(error)
+            self._set_lengths(cached)
+            self._decode_each()
+            return
+        held = [
+            _held([next(made) for _ in of_row], draft)
+            for of_row, draft in zip(fed, drafted, strict=True)
+        ]
+        for number, draft in drafts.items():
+            self._drafts.judge(draft, len(held[number]) - 1)
+        for place in range(max(map(len, held))):
+            self._append(0, [of_row[place] if place < len(of_row) else None for of_row in held])
+        appended = [len(row.tokens) - count for row, count in zip(self.rows, known, strict=True)]
+        self._set_lengths([length + count for length, count in zip(cached, appended, strict=True)])
+        if self.decoder.routing is not None:
+            parts = self.decoder.routing.split(counts)
+            for row, chosen, count in zip(self.rows, parts, appended, strict=True):
+                row.routing.append(chosen[:count])
+        self._deliver_ended()
+
+    def _set_lengths(self, lengths: Sequence[int]) -> None:
+        """Drop what rows of the decoder have beyond these ``lengths``."""
+        for decoder_row, length in zip(self.decoder.rows, lengths, strict=True):
+            decoder_row.length = length
 
     def _decode_each(self) -> None:
         """Make one more token of every row, each in a forward of its own."""
@@ -328,14 +382,18 @@ class ContinuousBatch:
         return any(row.matcher or len(row.tokens) + 1 >= row.limit for row in self.rows)
 
     def _draw(
-        self, rows: Sequence[ResponseRow], logits: torch.Tensor, before: Drawn | None = None
+        self,
+        rows: Sequence[ResponseRow],
+        logits: torch.Tensor,
+        before: Drawn | None = None,
+        ahead: Sequence[int] | None = None,
     ) -> Drawn:
-        """Draw the next token of each of ``rows``, after the token ``before`` it where that was not
-        read."""
-        unread = 1 if before else 0
+        """Draw a token of each of ``rows``: the next one, after the token ``before`` it where that
+        was not read, or the one that many tokens ``ahead``."""
+        ahead = ahead or [1 if before else 0] * len(rows)
         points = [
-            uniform(row.request.seed, row.place, row.aside + len(row.tokens) + unread)
-            for row in rows
+            uniform(row.request.seed, row.place, row.aside + len(row.tokens) + beyond)
+            for row, beyond in zip(rows, ahead, strict=True)
         ]
         alternatives = max(row.submission.alternatives or 0 for row in rows)
         processed = {n: row.processed for n, row in enumerate(rows) if row.processed is not None}
@@ -348,6 +406,13 @@ class ContinuousBatch:
         params = [row.request.params for row in rows]
         return draw(logits, params, points, alternatives, processed)
 
+    def _draw_drafts(self, counts: Sequence[int], logits: torch.Tensor) -> list[Made]:
+        """Draw ``counts`` tokens of each row from ``logits`` [T, V], each as if the draft before it
+        held."""
+        rows = [row for row, count in zip(self.rows, counts, strict=True) for _ in range(count)]
+        ahead = [beyond for count in counts for beyond in range(count)]
+        return _read(self._draw(rows, logits, ahead=ahead))
+
     def _draw_alone(self, row: ResponseRow, logits: torch.Tensor) -> Made | Exception:
         """Draw the next token of ``row`` from ``logits`` [V].
 
@@ -359,7 +424,7 @@ class ContinuousBatch:
             return error
         return result
 
-    def _append(self, first: int, made: Sequence[Made | Exception]) -> bool:
+    def _append(self, first: int, made: Sequence[Made | Exception | None]) -> bool:
         """Append the ``made`` tokens to the rows from number ``first`` on that have not ended.
 
         Returns whether any ends.
@@ -367,7 +432,7 @@ class ContinuousBatch:
         ended = False
         streamed = dict[int, tuple[Submission, list[Token]]]()
         for row, result in zip(self.rows[first:], made, strict=True):
-            if row.done:
+            if row.done or result is None:
                 continue
             try:
                 token = self._extend(row, result)
@@ -418,6 +483,8 @@ class ContinuousBatch:
             row = self.rows[number]
             if row.ended is None:
                 continue
+            if self._drafts is not None and row.ended != "cut":
+                self._drafts.keep(row)
             if row.request.is_continued and self.decoder.routing is None:
                 self.resting.rest(number, row)
             self._remove(number)
@@ -444,6 +511,13 @@ def _no_token(row: ResponseRow) -> ValueError:
     fix = "allow more by structured_outputs, allowed_token_ids, bad_words or min_tokens"
     field = "allowed_token_ids" if row.matcher is None else "structured_outputs"
     return RequestRefused(row.request.group, field, problem, fix)
+
+
+def _held(made: Sequence[Made], draft: Sequence[int]) -> Sequence[Made]:
+    """Return those of the tokens ``made``, one after each that was fed, before which the ``draft``
+    holds."""
+    differing = (n for n, token in enumerate(draft) if made[n][0][0] != token)
+    return made[: next(differing, len(draft)) + 1]
 
 
 def _read(drawn: Drawn) -> list[Made]:

@@ -4,6 +4,7 @@
     join(prompt)         ─▶ a new last row that shares the prompt's KV (and may bring KV of tokens that it has already)
     extend(rows, tokens) ─▶ logits after the next tokens of some rows      (packed; tokens that earlier requests have made)
     decode([token, …])   ─▶ logits of every row's next token               (all rows in one forward)
+    decode_drafts(…)     ─▶ logits after each of several tokens of every row (as drafts have)
     leave(row)           ─▶ the last row takes its place; a prompt is freed with its last holder
 
 Attention is :class:`TwoPartAttention`. Everything else is computed by :class:`LlamaForward` for a
@@ -283,6 +284,36 @@ class TorchDecoder:
         self.routing = None if self.routing is None else self.routing[:count]
         for row in self.rows:
             row.length += 1
+        return logits
+
+    def decode_drafts(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Feed each row its newest token and those of its draft.
+
+        Returns float32 [T, V] logits of what follows each of the packed tokens. The caller lowers
+        the ``length`` of rows whose drafts do not hold.
+        """
+        counts = torch.tensor([len(of_row) for of_row in tokens])
+        ends = counts.cumsum(0)
+        columns = torch.arange(int(counts.max()))
+        padded = (ends - counts)[:, None] + torch.minimum(columns[None], counts[:, None] - 1)
+        packed = (columns[None] < counts[:, None]).flatten().nonzero()[:, 0]
+        rows = torch.arange(len(counts)).repeat_interleave(counts)
+        lengths = torch.tensor([row.length for row in self.rows])
+        own = self._put(lengths[rows] + columns.repeat(len(counts), 1).flatten()[packed])
+        longest = int((lengths + counts).max())
+        if self.dtype != torch.float32:
+            longest = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
+        self._select([row.prompt.adapters for row in self.rows], counts.tolist())
+        if self._sharing is None or len(self._sharing.place) != len(counts):
+            self._sharing = _shared(self.rows, self.prompts, len(counts), False, self.device)
+        self.attention.step = DecodeStep(
+            self._sharing, self._put(rows), own, longest, self._put(padded), self._put(packed)
+        )
+        fed = torch.tensor([token for of_row in tokens for token in of_row])
+        positions = self._sharing.prompt_lengths[self._put(rows)] + own
+        logits = self._forward(fed, positions, None)
+        for row, count in zip(self.rows, counts.tolist(), strict=True):
+            row.length += count
         return logits
 
     def decode_step(

@@ -16,6 +16,7 @@ from stages.engines.responses import ResponseInProgress
 from stages.engines.torch.decoding.decoder import Prompt
 
 if TYPE_CHECKING:
+    from stages.engines.torch.decoding.drafts import Text
     from stages.engines.torch.decoding.processors import ProcessedRow
     from stages.engines.torch.model.matchers import Matcher, Matchers
 
@@ -75,6 +76,7 @@ class ResponseRow(ResponseInProgress):
         self.text: ResponseText | None = None  # in which stop strings are looked for
         self.processed: ProcessedRow | None = None  # where its request changes logits
         self.matcher: Matcher | None = None  # where its request has a structure
+        self.drafted_from: Text | None = None  # where drafts were sought for it
 
     @property
     def done(self) -> bool:

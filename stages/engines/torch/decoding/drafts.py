@@ -1,0 +1,175 @@
+"""Draft tokens without a model: what followed the same tokens before, in the row itself, in other
+responses to its prompt, or in those of earlier epochs.
+
+    last tokens of a row ─▶ where they stood before ─▶ the place with the longest agreement ─▶ what followed there: the draft
+    newest token + draft ─▶ one forward ─▶ a draw at each place, as without a draft ─▶ kept up to the first that differs
+
+Each token is drawn with its own random number from the model's own distribution, so a draft changes
+how many tokens a forward makes, and no token (but for rounding). A forward of few tokens takes the
+time that reading the weights takes, so tokens of a draft cost little there. How long a draft is
+follows from the rows that decode, and from the share of earlier drafts that held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from stages.engines.torch.decoding.rows import ResponseRow
+
+GRAM = 3  # tokens by which places are found
+LONGEST = 16  # tokens of an agreement that are compared
+PLACES = 8  # of the same tokens that are kept, the newest
+MOST_DRAFTED = 16  # tokens
+# A forward of so many tokens computes as long as it reads the weights. A CPU needs the fewest.
+READ_TOKENS = 16
+MARGIN = 1.25  # by which a draft is worth more than it costs
+MOST_ROWS = 24  # that decode; a draft of more is hardly worth its cost, and none is sought
+TEXTS = 32  # of one prompt that are kept, the newest
+MOST_TOKENS = 1 << 22  # of all texts
+MOST_INDEXED = 64  # prompts
+TRIED_ANYWAY = 16  # one draft of so many that are not worth their cost, as this may have changed
+# by strength: how many of how many tokens held before the first draft
+EARLIER = {2: (1, 4), 3: (2, 4), 4: (3, 4), 5: (3.5, 4)}
+REMEMBERED = 512  # tokens of one strength, by which the share that holds is known
+
+
+@dataclass(frozen=True)
+class Draft:
+    """``tokens`` that may follow, and the ``strength`` of the agreement before them: the number of
+    bits of its length."""
+
+    tokens: list[int]
+    strength: int
+
+
+@dataclass(eq=False)
+class Text:
+    """The end of a prompt and a response to it; ``read`` tokens of it are in the index."""
+
+    tokens: list[int]
+    read: int = 0
+
+
+@dataclass(eq=False)
+class Past:
+    """Ended responses to one prompt, and the index of places after each :data:`GRAM` tokens."""
+
+    texts: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS))
+    places: dict[tuple[int, ...], deque[tuple[list[int], int]]] = field(default_factory=dict)
+
+    def read(self, text: Text) -> None:
+        """Take the tokens of ``text`` that are new into the index."""
+        tokens = text.tokens
+        for place in range(max(text.read, GRAM), len(tokens)):
+            before = tuple(tokens[place - GRAM : place])
+            self.places.setdefault(before, deque(maxlen=PLACES)).append((tokens, place))
+        text.read = len(tokens)
+
+    def forget(self) -> None:
+        """Drop the index."""
+        self.places = {}
+        for text in self.texts:
+            text.read = 0
+
+    def longest_agreement(self, tokens: list[int]) -> tuple[list[int], int, int] | None:
+        """Return a text, a place in it, and how many tokens before it agree with the last ones of
+        ``tokens``; None where fewer than :data:`GRAM` do."""
+        best = None
+        for text, place in reversed(self.places.get(tuple(tokens[-GRAM:]), ())):
+            most = min(LONGEST, place, len(tokens))
+            agreed = next(
+                (n for n in range(GRAM, most) if text[place - n - 1] != tokens[-n - 1]), most
+            )
+            if best is None or agreed > best[2]:
+                best = text, place, agreed
+            if agreed == LONGEST:
+                break
+        return best
+
+
+class Drafts:
+    """The drafts of one engine's rows. The same requests in the same order have the same drafts.
+
+    ``most_rows``: that decode, where drafts are sought.
+    """
+
+    def __init__(self, most_rows: int = MOST_ROWS) -> None:
+        self.most_rows = most_rows
+        self._pasts = OrderedDict[bytes, Past]()  # by prompt, the newest last
+        self._indexed = OrderedDict[int, Past]()  # those that have an index, by id
+        self._tokens = 0
+        self._held = {strength: held for strength, (held, _) in EARLIER.items()}
+        self._tried = {strength: float(tried) for strength, (_, tried) in EARLIER.items()}
+        self._passed = dict.fromkeys(EARLIER, 0)
+
+    def of(self, row: ResponseRow, rows: int) -> Draft | None:
+        """Return what may follow the tokens of ``row`` where it is worth its cost, with ``rows``
+        that decode."""
+        room = min(row.limit - len(row.tokens) - 1, MOST_DRAFTED)
+        if room < 1 or row.processed is not None or row.matcher is not None:
+            return None
+        past = self._past(row)
+        if row.drafted_from is None:
+            row.drafted_from = Text(row.group.ids.tolist())
+        text = row.drafted_from
+        text.tokens += row.tokens[len(text.tokens) - len(row.group.ids) :]
+        self._index(past)
+        past.read(text)
+        if (found := past.longest_agreement(text.tokens)) is None:
+            return None
+        tokens, place, agreed = found
+        strength = agreed.bit_length()
+        count = min(self._worth(strength, rows), room)
+        return Draft(tokens[place : place + count], strength) if count else None
+
+    def judge(self, draft: Draft, held: int) -> None:
+        """Take note that the first ``held`` tokens of ``draft`` were drawn."""
+        strength = draft.strength
+        self._held[strength] += held
+        self._tried[strength] += min(held + 1, len(draft.tokens))
+        if self._tried[strength] > REMEMBERED:
+            self._held[strength] /= 2
+            self._tried[strength] /= 2
+
+    def keep(self, row: ResponseRow) -> None:
+        """Keep the response of ``row``, which has ended, for later rows with its prompt."""
+        past = self._past(row)
+        text = Text(row.group.ids[-LONGEST:].tolist() + row.tokens)
+        if len(past.texts) == TEXTS:
+            self._tokens -= len(past.texts[0].tokens)
+        past.texts.append(text)
+        self._tokens += len(text.tokens)
+        while self._tokens > MOST_TOKENS and len(self._pasts) > 1:
+            _, oldest = self._pasts.popitem(last=False)
+            self._indexed.pop(id(oldest), None)
+            self._tokens -= sum(len(text.tokens) for text in oldest.texts)
+
+    def _past(self, row: ResponseRow) -> Past:
+        key = row.group.ids.cpu().numpy().tobytes()
+        past = self._pasts.setdefault(key, Past())
+        self._pasts.move_to_end(key)
+        return past
+
+    def _index(self, past: Past) -> None:
+        for text in past.texts:
+            if text.read < len(text.tokens):
+                past.read(text)
+        self._indexed[id(past)] = past
+        self._indexed.move_to_end(id(past))
+        if len(self._indexed) > MOST_INDEXED:
+            _, oldest = self._indexed.popitem(last=False)
+            oldest.forget()
+
+    def _worth(self, strength: int, rows: int) -> int:
+        """Return how many tokens of a draft are worth their cost: the last one is drawn with at
+        least the probability with which its time makes a token of another row."""
+        holds = self._held[strength] / self._tried[strength]
+        least = min(MARGIN * rows / (rows + READ_TOKENS), 1.0)
+        if holds >= 1.0:
+            return MOST_DRAFTED
+        if holds >= least:
+            return int(math.log(least) / math.log(holds))
+        self._passed[strength] += 1
+        return int(self._passed[strength] % TRIED_ANYWAY == 0)
