@@ -241,6 +241,9 @@ def _torch_rollout(
         routed_experts=recipe.train.router == "replay",
         sampled=known_vocabulary(recipe),
         router_biases=recipe.train.router_bias_rate > 0,
+        speculate={"on": True, "off": False, "auto": device.type == "cpu"}[
+            recipe.rollout.speculate
+        ],
     )
 
 

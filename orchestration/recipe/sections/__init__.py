@@ -279,6 +279,12 @@ class RolloutSection(Section):
         "continues it. Neither drops it or draws it again, so lengths are trained as they are "
         "generated.",
     )
+    speculate: Literal["auto", "on", "off"] = key(
+        "auto",
+        "Where few responses decode, the torch engine drafts tokens from earlier responses to the "
+        "same prompt and computes several a forward. No token changes. `auto`: on CPUs. For vLLM "
+        "see `rollout.vllm`.",
+    )
     threads: CountOrZero = key(0, "CPU threads of one worker. 0: the launcher divides the cores.")
     structure: Annotated[StructureSection, FixedOnResume("responses under way have it")] = (
         StructureSection()
