@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -248,6 +249,30 @@ def test_other_keys_of_the_vllm_engine_are_arguments_of_it(
     assert given[0]["arguments"] == further
     assert given[0]["block_size"] == 32
     assert not further.keys() & given[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("speculate", "device", "drafts"),
+    [
+        ("auto", "cpu", True),
+        ("auto", "meta", False),  # as an accelerator is
+        ("on", "meta", True),
+        ("off", "cpu", False),
+    ],
+)
+def test_a_recipe_says_whether_an_engine_drafts(
+    speculate: str, device: str, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(ROOT / "recipes" / "tiny.toml", [f"rollout.speculate={speculate}"])
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "stages.engines.torch.rollout.TorchRolloutEngine",
+        lambda *_, **options: given.append(options),
+    )
+    monkeypatch.setattr("stages.device.select", lambda name: torch.device(device))
+    monkeypatch.setattr("stages.device.use", lambda device: None)
+    rollout_engine(recipe, version=0)
+    assert given[0]["speculate"] is drafts
 
 
 @settings(deadline=None)
