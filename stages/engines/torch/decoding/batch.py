@@ -327,6 +327,7 @@ class ContinuousBatch:
 
     def _decode_drafts(self, drafts: Mapping[int, Draft]) -> None:
         """Append to each row those tokens of its draft that are drawn, and the one after them."""
+        assert self._drafts is not None
         drafted = [drafts[n].tokens if n in drafts else [] for n in range(len(self.rows))]
         fed = [[row.tokens[-1], *draft] for row, draft in zip(self.rows, drafted, strict=True)]
         counts = [len(of_row) for of_row in fed]
