@@ -104,14 +104,21 @@ def test_following_shows_how_far_it_is(folder: Path, capsys: pytest.CaptureFixtu
 
 
 def test_an_interrupt_leaves_the_run_going(long: Run) -> None:
+    ended = threading.Event()
+
     def interrupt() -> None:
         next(long.events(kinds=["step"]))
-        os.kill(os.getpid(), signal.SIGINT)
+        # Python only prints what a signal raises in a destructor, as while a module is imported
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            if ended.wait(30):
+                return
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         long.follow()
+    ended.set()
     thread.join()
     steps = len(long.metrics())
     events = long.events(kinds=["step"])
