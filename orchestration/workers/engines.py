@@ -241,10 +241,16 @@ def _torch_rollout(
         routed_experts=recipe.train.router == "replay",
         sampled=known_vocabulary(recipe),
         router_biases=recipe.train.router_bias_rate > 0,
-        speculate={"on": True, "off": False, "auto": device.type == "cpu"}[
-            recipe.rollout.speculate
-        ],
+        speculate=_speculates(recipe, device),
     )
+
+
+def _speculates(recipe: Recipe, device: torch.device) -> bool:
+    """Return whether an engine on ``device`` drafts. Its drafts are of responses that it has made,
+    which one that was restarted has not, and their tokens are rounded otherwise."""
+    if recipe.rollout.speculate == "auto":
+        return device.type == "cpu" and recipe.staleness_plan.slack > 0
+    return recipe.rollout.speculate == "on"
 
 
 def _base(recipe: Recipe, weights: Path | None) -> Path | None:

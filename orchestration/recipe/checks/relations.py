@@ -193,14 +193,20 @@ def cuts_are_possible(recipe: Recipe) -> Iterator[Problem]:
     if plan.slack > 0:
         return
     needed = passing_steps(plan.window, plan.groups_per_step) + 1
-    for name, default in (("budget", 0), ("on_update", "keep"), ("straggler", "wait")):
-        if getattr(rollout, name) != default:
+    cuts = "cuts responses", "a continued response is rounded otherwise"
+    drafts = "drafts tokens", "after a restart other drafts are rounded otherwise"
+    for name, exact, (what, why) in (
+        ("budget", 0, cuts),
+        ("on_update", "keep", cuts),
+        ("straggler", "wait", cuts),
+        ("speculate", "auto", drafts),
+    ):
+        if getattr(rollout, name) not in (exact, "off"):
             reason = (
-                f"cuts responses, but with pipeline.staleness = {plan.bound} and pipeline.window = "
-                f"{plan.window} the run is "
-                "the synchronous one bit for bit, and a continued response is rounded otherwise"
+                f"{what}, but with pipeline.staleness = {plan.bound} and pipeline.window = "
+                f"{plan.window} the run is the synchronous one bit for bit, and {why}"
             )
-            fix = f"set pipeline.staleness >= {needed}, or rollout.{name} = {json.dumps(default)}"
+            fix = f"set pipeline.staleness >= {needed}, or rollout.{name} = {json.dumps(exact)}"
             yield problem(recipe, f"rollout.{name}", reason, fix)
 
 

@@ -252,18 +252,20 @@ def test_other_keys_of_the_vllm_engine_are_arguments_of_it(
 
 
 @pytest.mark.parametrize(
-    ("speculate", "device", "drafts"),
+    ("speculate", "staleness", "device", "drafts"),
     [
-        ("auto", "cpu", True),
-        ("auto", "meta", False),  # as an accelerator is
-        ("on", "meta", True),
-        ("off", "cpu", False),
+        ("auto", 1, "cpu", True),
+        ("auto", 0, "cpu", False),
+        ("auto", 1, "meta", False),  # as an accelerator is
+        ("on", 1, "meta", True),
+        ("off", 1, "cpu", False),
     ],
 )
 def test_a_recipe_says_whether_an_engine_drafts(
-    speculate: str, device: str, drafts: bool, monkeypatch: pytest.MonkeyPatch
+    speculate: str, staleness: int, device: str, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load_recipe(ROOT / "recipes" / "tiny.toml", [f"rollout.speculate={speculate}"])
+    settings = [f"rollout.speculate={speculate}", f"pipeline.staleness={staleness}"]
+    recipe = load_recipe(ROOT / "recipes" / "tiny.toml", settings)
     given: list[dict[str, Any]] = []
     monkeypatch.setattr(
         "stages.engines.torch.rollout.TorchRolloutEngine",

@@ -219,6 +219,10 @@ async def until(watched: Watched, condition: Any) -> dict[str, Any]:
             "response is rounded otherwise; set pipeline.staleness >= 1, or rollout.budget = 0",
         ),
         (
+            {"rollout__speculate": "on", "pipeline__staleness": 0},
+            'rollout.speculate = "on": drafts tokens, but with pipeline.staleness = 0',
+        ),
+        (
             {"rollout__on_update": "cut", "pipeline__staleness": 0},
             'rollout.on_update = "cut": cuts responses, but with pipeline.staleness = 0',
         ),
