@@ -81,6 +81,13 @@ def of_rollout(result: Any) -> Iterator[Score]:
                 yield Score(name, speed, "tokens/s", peer, arm["ours_is_faster_by"], goal)
 
 
+def of_drafts(result: Any) -> Iterator[Score]:
+    for row in result:
+        name = f"{row['rows']} rows, temperature {row['temperature']:g}, {row['prompts']} prompts"
+        goal = 1.4 if row["prompts"] == "again" else 0.98
+        yield Score(name, row["with"], "tokens/s", "without drafts", row["ratio"], goal)
+
+
 def of_grpo_step(result: Any) -> Iterator[Score]:
     for run in result["runs"]:
         if "peer" in run:
@@ -132,6 +139,7 @@ def of_weights_to_nodes(result: Any) -> Iterator[Score]:
 BENCHMARKS = (
     Benchmark("sample_flow", of_sample_flow, ["--quick"]),
     Benchmark("rollout", of_rollout, ["--smoke"]),
+    Benchmark("drafts", of_drafts, ["--smoke"]),
     Benchmark("grpo_step", of_grpo_step, ["--steps", "1", "--peer", "plain"]),
     Benchmark("weight_sync", of_weight_sync, ["--smoke"]),
     Benchmark("overlap", of_overlap, ["--smoke"]),
