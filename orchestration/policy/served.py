@@ -216,17 +216,22 @@ class Policies:
 def _served_recipe(recipe: Recipe) -> Recipe:
     """Return ``recipe`` with an engine that has a device for itself, spare rows, and the filters
     that a request may ask for. Tokens that pad the embedding are not sampled, unless the recipe
-    says that they are."""
+    says that they are. Drafts are off, unless the recipe has them on: with them the logprobs of
+    equal requests differ by rounding."""
     launch = recipe.launch.model_copy(update={"placement": "separate"})
     if recipe.model.vocabulary == "auto":
         recipe = recipe.model_copy(
             update={"model": recipe.model.model_copy(update={"vocabulary": "tokenizer"})}
         )
     max_rows = recipe.rollout.max_rows
-    filters = {"top_p": min(recipe.rollout.top_p, 0.99), "max_rows": max_rows + spare_of(max_rows)}
-    return recipe.model_copy(
-        update={"launch": launch, "rollout": recipe.rollout.model_copy(update=filters)}
+    rollout = recipe.rollout.model_copy(
+        update={
+            "top_p": min(recipe.rollout.top_p, 0.99),
+            "max_rows": max_rows + spare_of(max_rows),
+            "speculate": "on" if recipe.rollout.speculate == "on" else "off",
+        }
     )
+    return recipe.model_copy(update={"launch": launch, "rollout": rollout})
 
 
 def _recipe_of(folder: str) -> Recipe:

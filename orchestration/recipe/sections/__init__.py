@@ -282,8 +282,8 @@ class RolloutSection(Section):
     speculate: Literal["auto", "on", "off"] = key(
         "auto",
         "Where few responses decode, the torch engine drafts tokens from earlier responses to the "
-        "same prompt and computes several a forward. No token changes. `auto`: on CPUs, where "
-        "samples may be stale (a synchronous run is so bit for bit).",
+        "same prompt and computes several a forward. No token changes. `auto`: of runs on CPUs "
+        "whose samples may be stale (a synchronous one is so bit for bit).",
     )
     threads: CountOrZero = key(0, "CPU threads of one worker. 0: the launcher divides the cores.")
     structure: Annotated[StructureSection, FixedOnResume("responses under way have it")] = (
