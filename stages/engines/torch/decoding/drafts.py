@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from stages.engines.torch.decoding.rows import ResponseRow
 
-GRAM = 3  # tokens by which places are found
+GRAM = 2  # tokens by which places are found
 LONGEST = 16  # tokens of an agreement that are compared
 PLACES = 8  # of the same tokens that are kept, the newest
 MOST_DRAFTED = 16  # tokens
@@ -30,15 +30,15 @@ TEXTS = 32  # of one prompt that are kept, the newest
 MOST_TOKENS = 1 << 22  # of all texts
 MOST_INDEXED = 64  # prompts
 TRIED_ANYWAY = 16  # one draft of so many that are not worth their cost, as this may have changed
-# by strength: how many of how many tokens held before the first draft
-EARLIER = {2: (1, 4), 3: (2, 4), 4: (3, 4), 5: (3.5, 4)}
+# Tokens of an agreement, from which on its drafts are counted together; and how many of how many
+# tokens held before the first draft.
+STRENGTHS = {2: (0.5, 4), 3: (1, 4), 4: (2, 4), 8: (3, 4), 16: (3.5, 4)}
 REMEMBERED = 512  # tokens of one strength, by which the share that holds is known
 
 
 @dataclass(frozen=True)
 class Draft:
-    """``tokens`` that may follow, and the ``strength`` of the agreement before them: the number of
-    bits of its length."""
+    """``tokens`` that may follow, and the ``strength`` of the agreement before them."""
 
     tokens: list[int]
     strength: int
@@ -100,9 +100,9 @@ class Drafts:
         self._pasts = OrderedDict[bytes, Past]()  # by prompt, the newest last
         self._indexed = OrderedDict[int, Past]()  # those that have an index, by id
         self._tokens = 0
-        self._held = {strength: held for strength, (held, _) in EARLIER.items()}
-        self._tried = {strength: float(tried) for strength, (_, tried) in EARLIER.items()}
-        self._passed = dict.fromkeys(EARLIER, 0)
+        self._held = {strength: held for strength, (held, _) in STRENGTHS.items()}
+        self._tried = {strength: float(tried) for strength, (_, tried) in STRENGTHS.items()}
+        self._passed = dict.fromkeys(STRENGTHS, 0)
 
     def of(self, row: ResponseRow, rows: int) -> Draft | None:
         """Return what may follow the tokens of ``row`` where it is worth its cost, with ``rows``
@@ -120,7 +120,7 @@ class Drafts:
         if (found := past.longest_agreement(text.tokens)) is None:
             return None
         tokens, place, agreed = found
-        strength = agreed.bit_length()
+        strength = max(least for least in STRENGTHS if least <= agreed)
         count = min(self._worth(strength, rows), room)
         return Draft(tokens[place : place + count], strength) if count else None
 

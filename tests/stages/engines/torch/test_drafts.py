@@ -278,10 +278,10 @@ def test_drafts_that_hold_are_longer_and_those_that_do_not_are_rare(found: Draft
         return len(draft.tokens) if draft else 0
 
     for _ in range(100):
-        found.judge(Draft([0] * 8, 5), 8)
+        found.judge(Draft([0] * 8, 16), 8)
     assert length() == drafts.MOST_DRAFTED
     for _ in range(3000):
-        found.judge(Draft([0] * 8, 5), 0)
+        found.judge(Draft([0] * 8, 16), 0)
     assert Counter(length() for _ in range(10 * drafts.TRIED_ANYWAY)) == {
         0: 10 * (drafts.TRIED_ANYWAY - 1),
         1: 10,
