@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from stages.engines.drafts import Drafts
 from stages.engines.protocols import GroupRequest, SamplingParams
-from stages.engines.torch.decoding.drafts import Drafts
+from stages.engines.torch.decoding.drafted import DraftedSteps
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.model.load import load_model, load_tokenizer
 from stages.threads import run_in_temporary_thread
@@ -70,7 +71,11 @@ class Asked:
         return torch.tensor(tokenizer.encode(text, add_special_tokens=False))
 
     def use(self, drafts: Drafts | None) -> None:
-        self.engine._batch._drafts = drafts
+        steps = None
+        if drafts is not None:
+            steps = DraftedSteps(self.engine._decoder)
+            steps.drafts = drafts
+        self.engine._batch._drafted = steps
 
     def requests(
         self, rows: int, temperature: float, seed: int, places: int = 1
@@ -176,8 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.smoke:
-        options.model, options.rows, options.tokens = "tiny", [2], 12
-        options.temperatures, options.repeat = [1.0], 1
+        options.model, options.rows, options.tokens = "tiny", [2], 24
+        options.temperatures, options.repeat = [0.0], 1
     table = asyncio.run(measure(options))
     if options.json:
         options.json.write_text(json.dumps(table, indent=1) + "\n")

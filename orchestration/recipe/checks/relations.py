@@ -193,20 +193,17 @@ def cuts_are_possible(recipe: Recipe) -> Iterator[Problem]:
     if plan.slack > 0:
         return
     needed = passing_steps(plan.window, plan.groups_per_step) + 1
-    cuts = "cuts responses", "a continued response is rounded otherwise"
-    drafts = "drafts tokens", "after a restart other drafts are rounded otherwise"
-    for name, exact, (what, why) in (
-        ("budget", 0, cuts),
-        ("on_update", "keep", cuts),
-        ("straggler", "wait", cuts),
-        ("speculate", "auto", drafts),
-    ):
-        if getattr(rollout, name) not in (exact, "off"):
+    exact = {"budget": 0, "on_update": "keep", "straggler": "wait", "speculate": "auto"}
+    for name, default in exact.items():
+        if getattr(rollout, name) not in (default, "off"):
+            drafts = name == "speculate"
+            what = "drafts tokens" if drafts else "cuts responses"
             reason = (
                 f"{what}, but with pipeline.staleness = {plan.bound} and pipeline.window = "
-                f"{plan.window} the run is the synchronous one bit for bit, and {why}"
+                f"{plan.window} the run is the synchronous one bit for bit, and "
+                f"{'a draft' if drafts else 'a continued response'} is rounded otherwise"
             )
-            fix = f"set pipeline.staleness >= {needed}, or rollout.{name} = {json.dumps(exact)}"
+            fix = f"set pipeline.staleness >= {needed}, or rollout.{name} = {json.dumps(default)}"
             yield problem(recipe, f"rollout.{name}", reason, fix)
 
 

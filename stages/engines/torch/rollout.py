@@ -48,8 +48,8 @@ from stages.engines.torch.decoding.adapters import OWN
 from stages.engines.torch.decoding.batch import ContinuousBatch, Decodes
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
-from stages.engines.torch.decoding.sampling import ranked
 from stages.engines.torch.decoding.weights import WeightSet
+from stages.engines.torch.sampling.drawing import ranked
 from stages.threads import deferred, run_in_temporary_thread, run_in_thread
 
 log = structlog.get_logger()
@@ -126,11 +126,6 @@ class TorchRolloutEngine:
         )
         if first is not None:
             self.fill(first)
-        drafts = None
-        if speculate:
-            from stages.engines.torch.decoding.drafts import Drafts
-
-            drafts = Drafts()
         self._batch = ContinuousBatch(
             self._decoder,
             tokenizer,
@@ -138,7 +133,7 @@ class TorchRolloutEngine:
             prefill_tokens=prefill_tokens,
             version=initial_version,
             launch_ahead=static,
-            drafts=drafts,
+            speculate=speculate,
         )
         self._has_tokenizer = tokenizer is not None
         self._context = self._decoder.max_context

@@ -19,8 +19,8 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.policy_gradient.ppo import PPO
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.critic import TorchCriticEngine
-from stages.engines.torch.decoding.sampling import draw, invert
 from stages.engines.torch.rollout import TorchRolloutEngine
+from stages.engines.torch.sampling.drawing import draw, invert
 from stages.engines.torch.train import TorchTrainEngine
 from stages.training.adapter_turns import AdapterSwap
 from tests.batches import make_batch

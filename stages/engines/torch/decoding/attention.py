@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from stages import device as devices
 from stages.engines.torch.model.attention import Scores, attend, merge
 
 Pool = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer: K and V [slots, KV heads, room, D]
@@ -78,6 +79,30 @@ class DecodeStep:
     @classmethod
     def of(cls, sharing: SharedPrompts, own: torch.Tensor, longest: int) -> DecodeStep:
         return cls(sharing, torch.arange(len(own), device=own.device), own, longest)
+
+    @classmethod
+    def of_several(
+        cls, sharing: SharedPrompts, lengths: Sequence[int], counts: Sequence[int], room: int
+    ) -> DecodeStep:
+        """Return the step in which rows with ``lengths`` tokens of their own are fed ``counts``
+        tokens; ``longest`` is a multiple of ``room``."""
+        device = sharing.place.device
+        each, own = torch.tensor(counts), torch.tensor(lengths)
+        columns = torch.arange(int(each.max()))
+        rows = torch.arange(len(each)).repeat_interleave(each)
+        packed = (columns[None] < each[:, None]).flatten().nonzero()[:, 0]
+        padded = (each.cumsum(0) - each)[:, None] + torch.minimum(columns[None], each[:, None] - 1)
+        places = own[rows] + columns.repeat(len(each))[packed]
+        longest = -(-int((own + each).max()) // room) * room
+        rows, places, padded, packed = (
+            devices.put(x, device) for x in (rows, places, padded, packed)
+        )
+        return cls(sharing, rows, places, longest, padded, packed)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Int64 [T]: of the tokens in their sequences."""
+        return self.sharing.prompt_lengths[self.rows] + self.own
 
     @property
     def count(self) -> int:

@@ -6,8 +6,8 @@
 Nothing here is thread-safe: one thread makes all calls. A turn depends on the queue and the rows
 alone, so the same submissions give the same batches and the same bits.
 
-With ``drafts``, rows that are few take several tokens a forward: those of their drafts that hold,
-and the one after them (:mod:`stages.engines.torch.decoding.drafts`).
+Rows that are few may take several tokens a forward: those of their drafts that hold, and the one
+after them (:mod:`stages.engines.torch.decoding.drafted`).
 
 On an accelerator the next token's decode is launched before the newest token is read: the host
 reads, checks for ends and delivers while the device computes. A token that was launched for a row
@@ -23,13 +23,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from stages import device as devices
+from stages.engines.drafts import MOST_ROWS
 from stages.engines.protocols import (
     AdaptersRemoved,
     Completion,
@@ -42,16 +43,20 @@ from stages.engines.responses import response_failed
 from stages.engines.torch.decoding.adapters import OWN
 from stages.engines.torch.decoding.beginnings import Beginnings, warn_of_one_by_one
 from stages.engines.torch.decoding.decoder import NOT_FINITE, TorchDecoder
+from stages.engines.torch.decoding.drafted import DraftedSteps
 from stages.engines.torch.decoding.resting import RestingRows
-from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
-from stages.engines.torch.decoding.sampling import Drawn, draw, uniform
+from stages.engines.torch.decoding.rows import (
+    Made,
+    PendingGroup,
+    ResponseRow,
+    Submission,
+    draw_next,
+    read,
+)
+from stages.engines.torch.sampling.drawing import Drawn
 
 if TYPE_CHECKING:
-    from stages.engines.torch.decoding.drafts import Draft, Drafts
     from stages.engines.torch.model.matchers import Matchers
-
-# a row's token and the alternatives to it, and their logprobs
-Made = tuple[Sequence[int], Sequence[float]]
 
 
 class ContinuousBatch:
@@ -59,7 +64,7 @@ class ContinuousBatch:
 
     One prefill has at most ``prefill_tokens`` padded tokens, or one prompt; as many tokens of
     earlier requests are fed at once, or those of one row. ``launch_ahead``: launch a token before
-    the previous one is read. ``drafts``: where rows look for theirs; None: nowhere.
+    the previous one is read. ``speculate``: rows that are few take drafts.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class ContinuousBatch:
         prefill_tokens: int,
         version: int,
         launch_ahead: bool,
-        drafts: Drafts | None = None,
+        speculate: bool = False,
     ) -> None:
         self.decoder = decoder
         self.versions = {OWN: version}  # of the weights, by the name of their adapters
@@ -84,7 +89,7 @@ class ContinuousBatch:
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._launch_ahead = launch_ahead
-        self._drafts = drafts
+        self._drafted = DraftedSteps(decoder) if speculate else None
         self._launched: Drawn | None = None  # a token of every row that has not been read
 
     def step(self) -> None:
@@ -177,7 +182,7 @@ class ContinuousBatch:
         launched = self._launched
         self._launched = None
         if launched is not None:
-            self._append(0, _read(launched))
+            self._append(0, read(launched))
             self._deliver_ended()
 
     def _admit(self) -> bool:
@@ -227,7 +232,7 @@ class ContinuousBatch:
         whole = [each for each in logits if not isinstance(each, Exception)]
         try:
             if len(whole) == len(rows):
-                return _read(self._draw(rows, torch.stack(whole)))
+                return read(draw_next(rows, torch.stack(whole)))
         except Exception as error:
             warn_of_one_by_one(error)
         return [
@@ -292,74 +297,46 @@ class ContinuousBatch:
     def _decode(self) -> None:
         """Launch one more token of every row, and read it unless the next one can be launched
         first."""
-        if drafts := self._find_drafts():
-            self._decode_drafts(drafts)
-        elif self.rows:
+        if self._drafted is None or len(self.rows) > MOST_ROWS or not self._decode_drafts():
             self._decode_one()
 
     def _decode_one(self) -> None:
+        if not self.rows:
+            return
         before = self._launched
         fed = before.tokens if before else torch.tensor([row.tokens[-1] for row in self.rows])
         cached = [row.length for row in self.decoder.rows]
         try:
-            launched = self._draw(self.rows, self.decoder.decode(fed), before)
+            launched = draw_next(self.rows, self.decoder.decode(fed), before)
         except Exception as error:
             warn_of_one_by_one(error)
-            self._set_lengths(cached)
+            for decoder_row, length in zip(self.decoder.rows, cached, strict=True):
+                decoder_row.length = length
             self.read_launched()
             self._decode_each()
             return
         if self.decoder.routing is not None:
             for row, chosen in zip(self.rows, self.decoder.routing.split(1), strict=True):
                 row.routing.append(chosen)
-        finished = before is not None and self._append(0, _read(before))
+        finished = before is not None and self._append(0, read(before))
         self._launched = launched
         if finished or not self._launch_ahead or self._next_may_end():
             self.read_launched()
 
-    def _find_drafts(self) -> dict[int, Draft]:
-        """Return the drafts of rows that have one, by number."""
-        if self._drafts is None or len(self.rows) > self._drafts.most_rows:
-            return {}
+    def _decode_drafts(self) -> bool:
+        """Append to each row those tokens of its draft that are drawn, and the one after them.
+
+        Returns whether any row had a draft.
+        """
+        assert self._drafted is not None
         self.read_launched()
-        drafts = (self._drafts.of(row, len(self.rows)) for row in self.rows)
-        return {number: draft for number, draft in enumerate(drafts) if draft is not None}
-
-    def _decode_drafts(self, drafts: Mapping[int, Draft]) -> None:
-        """Append to each row those tokens of its draft that are drawn, and the one after them."""
-        assert self._drafts is not None
-        drafted = [drafts[n].tokens if n in drafts else [] for n in range(len(self.rows))]
-        fed = [[row.tokens[-1], *draft] for row, draft in zip(self.rows, drafted, strict=True)]
-        counts = [len(of_row) for of_row in fed]
-        cached = [row.length for row in self.decoder.rows]
-        known = [len(row.tokens) for row in self.rows]
-        try:
-            made = iter(self._draw_drafts(counts, self.decoder.decode_drafts(fed)))
-        except Exception as error:
-            warn_of_one_by_one(error)
-            self._set_lengths(cached)
-            self._decode_each()
-            return
-        held = [
-            _held([next(made) for _ in of_row], draft)
-            for of_row, draft in zip(fed, drafted, strict=True)
-        ]
-        for number, draft in drafts.items():
-            self._drafts.judge(draft, len(held[number]) - 1)
-        for place in range(max(map(len, held))):
-            self._append(0, [of_row[place] if place < len(of_row) else None for of_row in held])
-        appended = [len(row.tokens) - count for row, count in zip(self.rows, known, strict=True)]
-        self._set_lengths([length + count for length, count in zip(cached, appended, strict=True)])
-        if self.decoder.routing is not None:
-            parts = self.decoder.routing.split(counts)
-            for row, chosen, count in zip(self.rows, parts, appended, strict=True):
-                row.routing.append(chosen[:count])
-        self._deliver_ended()
-
-    def _set_lengths(self, lengths: Sequence[int]) -> None:
-        """Drop what rows of the decoder have beyond these ``lengths``."""
-        for decoder_row, length in zip(self.decoder.rows, lengths, strict=True):
-            decoder_row.length = length
+        made = self._drafted.make(self.rows)
+        for place in range(max(map(len, made), default=0)):
+            self._append(0, [of_row[place] if place < len(of_row) else None for of_row in made])
+        if made:
+            self._drafted.settle(self.rows)
+            self._deliver_ended()
+        return bool(made)
 
     def _decode_each(self) -> None:
         """Make one more token of every row, each in a forward of its own."""
@@ -382,45 +359,13 @@ class ContinuousBatch:
         it; then nothing is launched beyond it."""
         return any(row.matcher or len(row.tokens) + 1 >= row.limit for row in self.rows)
 
-    def _draw(
-        self,
-        rows: Sequence[ResponseRow],
-        logits: torch.Tensor,
-        before: Drawn | None = None,
-        ahead: Sequence[int] | None = None,
-    ) -> Drawn:
-        """Draw a token of each of ``rows``: the next one, after the token ``before`` it where that
-        was not read, or the one that many tokens ``ahead``."""
-        ahead = ahead or [1 if before else 0] * len(rows)
-        points = [
-            uniform(row.request.seed, row.place, row.aside + len(row.tokens) + beyond)
-            for row, beyond in zip(rows, ahead, strict=True)
-        ]
-        alternatives = max(row.submission.alternatives or 0 for row in rows)
-        processed = {n: row.processed for n, row in enumerate(rows) if row.processed is not None}
-        for number, changes in processed.items():
-            newest = before.tokens[number : number + 1] if before else None
-            changes.follow(rows[number].tokens, newest)
-        for number, row in enumerate(rows):
-            if row.matcher is not None:
-                row.matcher.mask(logits[number])
-        params = [row.request.params for row in rows]
-        return draw(logits, params, points, alternatives, processed)
-
-    def _draw_drafts(self, counts: Sequence[int], logits: torch.Tensor) -> list[Made]:
-        """Draw ``counts`` tokens of each row from ``logits`` [T, V], each as if the draft before it
-        held."""
-        rows = [row for row, count in zip(self.rows, counts, strict=True) for _ in range(count)]
-        ahead = [beyond for count in counts for beyond in range(count)]
-        return _read(self._draw(rows, logits, ahead=ahead))
-
     def _draw_alone(self, row: ResponseRow, logits: torch.Tensor) -> Made | Exception:
         """Draw the next token of ``row`` from ``logits`` [V].
 
         Returns the error with which that fails.
         """
         try:
-            (result,) = _read(self._draw([row], logits[None].clone()))
+            (result,) = read(draw_next([row], logits[None].clone()))
         except Exception as error:
             return error
         return result
@@ -484,8 +429,8 @@ class ContinuousBatch:
             row = self.rows[number]
             if row.ended is None:
                 continue
-            if self._drafts is not None and row.ended != "cut":
-                self._drafts.keep(row)
+            if self._drafted is not None and row.ended != "cut":
+                self._drafted.drafts.keep(row)
             if row.request.is_continued and self.decoder.routing is None:
                 self.resting.rest(number, row)
             self._remove(number)
@@ -512,14 +457,3 @@ def _no_token(row: ResponseRow) -> ValueError:
     fix = "allow more by structured_outputs, allowed_token_ids, bad_words or min_tokens"
     field = "allowed_token_ids" if row.matcher is None else "structured_outputs"
     return RequestRefused(row.request.group, field, problem, fix)
-
-
-def _held(made: Sequence[Made], draft: Sequence[int]) -> Sequence[Made]:
-    """Return those of the tokens ``made``, one after each that was fed, before which the ``draft``
-    holds."""
-    differing = (n for n, token in enumerate(draft) if made[n][0][0] != token)
-    return made[: next(differing, len(draft)) + 1]
-
-
-def _read(drawn: Drawn) -> list[Made]:
-    return list(zip(*drawn.read(), strict=True))

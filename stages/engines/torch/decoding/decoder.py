@@ -4,7 +4,7 @@
     join(prompt)         ─▶ a new last row that shares the prompt's KV (and may bring KV of tokens that it has already)
     extend(rows, tokens) ─▶ logits after the next tokens of some rows      (packed; tokens that earlier requests have made)
     decode([token, …])   ─▶ logits of every row's next token               (all rows in one forward)
-    decode_drafts(…)     ─▶ logits after each of several tokens of every row (as drafts have)
+    decode_drafts(…)     ─▶ logits after each of several tokens of every row
     leave(row)           ─▶ the last row takes its place; a prompt is freed with its last holder
 
 Attention is :class:`TwoPartAttention`. Everything else is computed by :class:`LlamaForward` for a
@@ -274,13 +274,12 @@ class TorchDecoder:
             self.dtype != torch.float32
         ):  # oneDNN compiles and keeps a kernel for each size that it meets
             longest = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
-        if self._sharing is None or len(self._sharing.place) != rows:
-            self._sharing = _shared(self.rows, self.prompts, rows, static, self.device)
+        sharing = self._share(rows, static)
         lengths = self._put(torch.tensor([row.length for row in self.rows] + [0] * (rows - count)))
         newest = torch.zeros(rows, dtype=torch.int64, device=self.device)
         newest[:count] = self._put(torch.as_tensor(tokens))
         step = self._static_steps.decode if static else self.decode_step
-        logits = step(newest, lengths, self._sharing, longest)[:count]
+        logits = step(newest, lengths, sharing, longest)[:count]
         self.routing = None if self.routing is None else self.routing[:count]
         for row in self.rows:
             row.length += 1
@@ -292,27 +291,15 @@ class TorchDecoder:
         Returns float32 [T, V] logits of what follows each of the packed tokens. The caller lowers
         the ``length`` of rows whose drafts do not hold.
         """
-        counts = torch.tensor([len(of_row) for of_row in tokens])
-        ends = counts.cumsum(0)
-        columns = torch.arange(int(counts.max()))
-        padded = (ends - counts)[:, None] + torch.minimum(columns[None], counts[:, None] - 1)
-        packed = (columns[None] < counts[:, None]).flatten().nonzero()[:, 0]
-        rows = torch.arange(len(counts)).repeat_interleave(counts)
-        lengths = torch.tensor([row.length for row in self.rows])
-        own = self._put(lengths[rows] + columns.repeat(len(counts), 1).flatten()[packed])
-        longest = int((lengths + counts).max())
-        if self.dtype != torch.float32:
-            longest = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
-        self._select([row.prompt.adapters for row in self.rows], counts.tolist())
-        if self._sharing is None or len(self._sharing.place) != len(counts):
-            self._sharing = _shared(self.rows, self.prompts, len(counts), False, self.device)
-        self.attention.step = DecodeStep(
-            self._sharing, self._put(rows), own, longest, self._put(padded), self._put(packed)
+        counts = list(map(len, tokens))
+        self._select([row.prompt.adapters for row in self.rows], counts)
+        step = DecodeStep.of_several(
+            self._share(len(counts)), [row.length for row in self.rows], counts, ROOM_TOKENS
         )
+        self.attention.step = step
         fed = torch.tensor([token for of_row in tokens for token in of_row])
-        positions = self._sharing.prompt_lengths[self._put(rows)] + own
-        logits = self._forward(fed, positions, None)
-        for row, count in zip(self.rows, counts.tolist(), strict=True):
+        logits = self._forward(fed, step.positions, None)
+        for row, count in zip(self.rows, counts, strict=True):
             row.length += count
         return logits
 
@@ -388,6 +375,11 @@ class TorchDecoder:
 
     def _select(self, names: Sequence[str], counts: Sequence[int] | None = None) -> bool:
         return self.weights.adapters.select(names, counts, self.device)
+
+    def _share(self, rows: int, static: bool = False) -> SharedPrompts:
+        if self._sharing is None or len(self._sharing.place) != rows:
+            self._sharing = _shared(self.rows, self.prompts, rows, static, self.device)
+        return self._sharing
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         return devices.put(tensor, self.device)

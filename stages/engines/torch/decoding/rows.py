@@ -1,5 +1,5 @@
-"""Rows of the torch rollout engine: responses in progress, their prompts, and the delivery of
-completions."""
+"""Rows of the torch rollout engine: responses in progress, their prompts, their next tokens, and
+the delivery of completions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from stages.engines.protocols import Completion, FinishReason, GroupRequest, Tok
 from stages.engines.response_text import Decodes, ResponseText
 from stages.engines.responses import ResponseInProgress
 from stages.engines.torch.decoding.decoder import Prompt
+from stages.engines.torch.sampling.drawing import Drawn, draw, uniform
 
 if TYPE_CHECKING:
-    from stages.engines.torch.decoding.drafts import Text
-    from stages.engines.torch.decoding.processors import ProcessedRow
     from stages.engines.torch.model.matchers import Matcher, Matchers
+    from stages.engines.torch.sampling.processors import ProcessedRow
+
+# a row's token and the alternatives to it, and their logprobs
+Made = tuple[Sequence[int], Sequence[float]]
 
 
 @dataclass(eq=False)
@@ -76,7 +79,6 @@ class ResponseRow(ResponseInProgress):
         self.text: ResponseText | None = None  # in which stop strings are looked for
         self.processed: ProcessedRow | None = None  # where its request changes logits
         self.matcher: Matcher | None = None  # where its request has a structure
-        self.drafted_from: Text | None = None  # where drafts were sought for it
 
     @property
     def done(self) -> bool:
@@ -95,7 +97,7 @@ class ResponseRow(ResponseInProgress):
             self.matcher.follow(self.tokens[self.turn_start :])
         if not params.changes:
             return
-        from stages.engines.torch.decoding.processors import ProcessedRow, asked_of
+        from stages.engines.torch.sampling.processors import ProcessedRow, asked_of
 
         if asked_of(params):
             earlier = torch.tensor(self.tokens[: self.turn_start], dtype=torch.int64)
@@ -140,3 +142,32 @@ class ResponseRow(ResponseInProgress):
         if whole:
             self.text.finish()
         return bool(self.text.stopped)
+
+
+def draw_next(
+    rows: Sequence[ResponseRow],
+    logits: torch.Tensor,
+    before: Drawn | None = None,
+    ahead: Sequence[int] | None = None,
+) -> Drawn:
+    """Draw a token of each of ``rows`` from ``logits`` [R, V]: the next one, after the token
+    ``before`` it where that was not read, or the one that many tokens ``ahead``."""
+    ahead = ahead or [1 if before else 0] * len(rows)
+    points = [
+        uniform(row.request.seed, row.place, row.aside + len(row.tokens) + beyond)
+        for row, beyond in zip(rows, ahead, strict=True)
+    ]
+    alternatives = max(row.submission.alternatives or 0 for row in rows)
+    processed = {n: row.processed for n, row in enumerate(rows) if row.processed is not None}
+    for number, changes in processed.items():
+        newest = before.tokens[number : number + 1] if before else None
+        changes.follow(rows[number].tokens, newest)
+    for number, row in enumerate(rows):
+        if row.matcher is not None:
+            row.matcher.mask(logits[number])
+    params = [row.request.params for row in rows]
+    return draw(logits, params, points, alternatives, processed)
+
+
+def read(drawn: Drawn) -> list[Made]:
+    return list(zip(*drawn.read(), strict=True))

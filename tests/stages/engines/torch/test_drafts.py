@@ -5,20 +5,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.engines.protocols import Completion, GroupRequest
-from stages.engines.torch.decoding import drafts
-from stages.engines.torch.decoding.drafts import Draft, Drafts, Past, Text
-from stages.engines.torch.decoding.rows import ResponseRow
+from stages.engines import drafts
+from stages.engines.drafts import Draft, Drafts, Past, Text
+from stages.engines.protocols import Completion, GroupRequest, SamplingParams
+from stages.engines.responses import ResponseInProgress
 from stages.engines.torch.rollout import TorchRolloutEngine
-from tests.stages.engines.torch.test_rollout import MODELS, ask, collect, llama, parameters, running, same
+from tests.stages.engines.torch.test_rollout import (
+    MODELS,
+    ask,
+    collect,
+    llama,
+    parameters,
+    running,
+    same,
+)
 from tests.stages.engines.torch.test_rollout import _one_thread as _one_thread
 
 Found = dict[tuple[int, int], Completion]
@@ -173,8 +180,8 @@ async def test_where_a_forward_of_drafts_fails_each_row_is_computed_alone() -> N
 
 def test_draws_with_drafts_follow_the_distribution() -> None:
     """A draft that is always the same token holds as often as that token is drawn."""
-    from stages.engines.torch.decoding.batch import _held
-    from stages.engines.torch.decoding.sampling import draw, uniform
+    from stages.engines.torch.decoding.drafted import holding
+    from stages.engines.torch.sampling.drawing import draw, uniform
 
     torch.manual_seed(0)
     logits = torch.randn(2, 7)  # of the first token, and of the second after token 3
@@ -184,7 +191,7 @@ def test_draws_with_drafts_follow_the_distribution() -> None:
     for seed in range(trials):
         points = [uniform(seed, 0, index) for index in range(2)]
         tokens, logprobs = draw(logits.clone(), [params] * 2, points).read()
-        made = _held(list(zip(tokens, logprobs, strict=True)), [3])
+        made = holding(list(zip(tokens, logprobs, strict=True)), [3])
         seen[tuple(token for (token,), _ in made)] += 1
     first, second = logits.softmax(-1).tolist()
     expected = {(token,): p for token, p in enumerate(first) if token != 3}
@@ -203,19 +210,11 @@ def found() -> Drafts:
     return Drafts()
 
 
-def row(prompt: Sequence[int], tokens: Sequence[int], limit: int = 1000) -> ResponseRow:
-    ids = torch.tensor(prompt)
-    return cast(
-        ResponseRow,
-        SimpleNamespace(
-            group=SimpleNamespace(ids=ids),
-            tokens=list(tokens),
-            limit=limit,
-            processed=None,
-            matcher=None,
-            drafted_from=None,
-        ),
-    )
+def row(prompt: Sequence[int], tokens: Sequence[int], limit: int = 1000) -> ResponseInProgress:
+    params = SamplingParams(max_tokens=limit)
+    made = ResponseInProgress(GroupRequest(0, (0,), torch.tensor(prompt), params, 0), 0)
+    made.tokens = list(tokens)
+    return made
 
 
 @settings(max_examples=200)

@@ -20,7 +20,6 @@ from stages.engines.protocols import (
     Token,
 )
 from stages.engines.torch.decoding import batch as batches
-from stages.engines.torch.decoding.batch import ContinuousBatch
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import ResponseRow
 from stages.engines.torch.rollout import TorchRolloutEngine
@@ -104,25 +103,20 @@ def inject(monkeypatch: pytest.MonkeyPatch, place: str, step: int) -> None:
 
     match place:
         case "sampling" | "logits":
-            draw = ContinuousBatch._draw
+            draw = batches.draw_next
 
             def broken(
-                self: ContinuousBatch,
                 rows: Sequence[ResponseRow],
                 logits: torch.Tensor,
-                unread: int = 0,
+                before: Any = None,
             ) -> Any:
-                due = [is_due(row, unread) for row in rows]
+                due = [is_due(row, 1 if before else 0) for row in rows]
                 if place == "sampling" and any(due):
                     raise Fault(place)
-                return draw(
-                    self,
-                    rows,
-                    logits.index_fill(0, torch.tensor(due).nonzero()[:, 0], torch.nan),
-                    unread,
-                )
+                broken_rows = torch.tensor(due).nonzero()[:, 0]
+                return draw(rows, logits.index_fill(0, broken_rows, torch.nan), before)
 
-            monkeypatch.setattr(ContinuousBatch, "_draw", broken)
+            monkeypatch.setattr(batches, "draw_next", broken)
         case "stop strings":
             act = failing(ResponseRow._has_stop_string, lambda row, tokenizer: [row])
             monkeypatch.setattr(ResponseRow, "_has_stop_string", act)

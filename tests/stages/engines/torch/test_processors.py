@@ -31,7 +31,7 @@ from stages.engines.protocols import (
     SamplingParams,
     Token,
 )
-from stages.engines.torch.decoding.sampling import uniform
+from stages.engines.torch.sampling.drawing import uniform
 from tests.stages.engines.torch.test_rollout import ask, collect, llama, running
 
 BIASES = ((3, 6.5), (50, -4.0), (96, 3.0))

@@ -36,8 +36,8 @@ from stages.engines.protocols import Completion, EngineClosed, GroupRequest, Sam
 from stages.engines.torch import rollout as torch_rollout
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.llama_forward import PackedLinear
-from stages.engines.torch.decoding.sampling import Drawn, draw, invert, keep_from, uniform
 from stages.engines.torch.rollout import TorchRolloutEngine
+from stages.engines.torch.sampling.drawing import Drawn, draw, invert, keep_from, uniform
 from tests.allocations import Allocations
 
 VOCABULARY = 97

@@ -19,7 +19,7 @@ from stages import device as devices
 from stages.engines.protocols import SamplingParams
 
 if TYPE_CHECKING:
-    from stages.engines.torch.decoding.processors import ProcessedRow
+    from stages.engines.torch.sampling.processors import ProcessedRow
 
 BLOCK = 256  # columns that one level of a search looks at
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
-from stages.engines.torch.decoding.rows import ResponseRow
+from stages.engines.responses import ResponseInProgress
 
 GRAM = 2  # tokens by which places are found
 LONGEST = 16  # tokens of an agreement that are compared
@@ -90,31 +91,28 @@ class Past:
 
 
 class Drafts:
-    """The drafts of one engine's rows. The same requests in the same order have the same drafts.
+    """The drafts of one engine's rows. The same requests in the same order have the same drafts."""
 
-    ``most_rows``: that decode, where drafts are sought.
-    """
-
-    def __init__(self, most_rows: int = MOST_ROWS) -> None:
-        self.most_rows = most_rows
+    def __init__(self) -> None:
         self._pasts = OrderedDict[bytes, Past]()  # by prompt, the newest last
         self._indexed = OrderedDict[int, Past]()  # those that have an index, by id
+        self._texts = WeakKeyDictionary[ResponseInProgress, Text]()  # of rows that decode
         self._tokens = 0
         self._held = {strength: held for strength, (held, _) in STRENGTHS.items()}
         self._tried = {strength: float(tried) for strength, (_, tried) in STRENGTHS.items()}
         self._passed = dict.fromkeys(STRENGTHS, 0)
 
-    def of(self, row: ResponseRow, rows: int) -> Draft | None:
+    def of(self, row: ResponseInProgress, rows: int) -> Draft | None:
         """Return what may follow the tokens of ``row`` where it is worth its cost, with ``rows``
         that decode."""
         room = min(row.limit - len(row.tokens) - 1, MOST_DRAFTED)
-        if room < 1 or row.processed is not None or row.matcher is not None:
+        if room < 1:
             return None
         past = self._past(row)
-        if row.drafted_from is None:
-            row.drafted_from = Text(row.group.ids.tolist())
-        text = row.drafted_from
-        text.tokens += row.tokens[len(text.tokens) - len(row.group.ids) :]
+        text = self._texts.get(row)
+        if text is None:
+            text = self._texts[row] = Text(row.request.prompt_ids.tolist())
+        text.tokens += row.tokens[len(text.tokens) - len(row.request.prompt_ids) :]
         self._index(past)
         past.read(text)
         if (found := past.longest_agreement(text.tokens)) is None:
@@ -133,10 +131,10 @@ class Drafts:
             self._held[strength] /= 2
             self._tried[strength] /= 2
 
-    def keep(self, row: ResponseRow) -> None:
+    def keep(self, row: ResponseInProgress) -> None:
         """Keep the response of ``row``, which has ended, for later rows with its prompt."""
         past = self._past(row)
-        text = Text(row.group.ids[-LONGEST:].tolist() + row.tokens)
+        text = Text(row.request.prompt_ids[-LONGEST:].tolist() + row.tokens)
         if len(past.texts) == TEXTS:
             self._tokens -= len(past.texts[0].tokens)
         past.texts.append(text)
@@ -146,8 +144,8 @@ class Drafts:
             self._indexed.pop(id(oldest), None)
             self._tokens -= sum(len(text.tokens) for text in oldest.texts)
 
-    def _past(self, row: ResponseRow) -> Past:
-        key = row.group.ids.cpu().numpy().tobytes()
+    def _past(self, row: ResponseInProgress) -> Past:
+        key = row.request.prompt_ids.cpu().numpy().tobytes()
         past = self._pasts.setdefault(key, Past())
         self._pasts.move_to_end(key)
         return past

@@ -1,0 +1,79 @@
+"""A step in which rows with a draft make several tokens.
+
+newest token + draft of each row ─▶ one packed forward ─▶ a draw after each token ─▶ those up to the first that differs
+the batch appends them, until a row ends ─▶ settle: keys and values beyond them are dropped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stages.engines.drafts import Drafts
+from stages.engines.torch.decoding.beginnings import warn_of_one_by_one
+from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.decoding.rows import Made, ResponseRow, draw_next, read
+
+
+class DraftedSteps:
+    """The steps of ``decoder`` in which rows have drafts."""
+
+    def __init__(self, decoder: TorchDecoder) -> None:
+        self.drafts = Drafts()
+        self._decoder = decoder
+        self._counts: list[int] = []  # of the tokens that each row was fed
+        self._known: list[int] = []  # tokens of each row before
+        self._cached: list[int] = []  # those of them that had keys and values
+
+    def make(self, rows: Sequence[ResponseRow]) -> list[Sequence[Made]]:
+        """Return the tokens that were made of each of ``rows``, at least one; none where no row has
+        a draft, or the forward fails."""
+        drafts = [
+            self.drafts.of(row, len(rows))
+            if row.processed is None and row.matcher is None
+            else None
+            for row in rows
+        ]
+        if not any(drafts):
+            return []
+        drafted = [draft.tokens if draft else [] for draft in drafts]
+        fed = [[row.tokens[-1], *draft] for row, draft in zip(rows, drafted, strict=True)]
+        self._counts = list(map(len, fed))
+        self._known = [len(row.tokens) for row in rows]
+        self._cached = [row.length for row in self._decoder.rows]
+        try:
+            of_each = [
+                row for row, count in zip(rows, self._counts, strict=True) for _ in range(count)
+            ]
+            ahead = [beyond for count in self._counts for beyond in range(count)]
+            made = read(draw_next(of_each, self._decoder.decode_drafts(fed), ahead=ahead))
+        except Exception as error:
+            warn_of_one_by_one(error)
+            self._set_lengths(self._cached)
+            return []
+        kept = []
+        for draft, tokens, count in zip(drafts, drafted, self._counts, strict=True):
+            of_row, made = made[:count], made[count:]
+            kept.append(holding(of_row, tokens))
+            if draft:
+                self.drafts.judge(draft, len(kept[-1]) - 1)
+        return kept
+
+    def settle(self, rows: Sequence[ResponseRow]) -> None:
+        """Drop what the decoder has beyond the tokens that ``rows`` have taken of the last step."""
+        taken = [len(row.tokens) - known for row, known in zip(rows, self._known, strict=True)]
+        self._set_lengths([n + new for n, new in zip(self._cached, taken, strict=True)])
+        if self._decoder.routing is not None:
+            parts = self._decoder.routing.split(self._counts)
+            for row, chosen, count in zip(rows, parts, taken, strict=True):
+                row.routing.append(chosen[:count])
+
+    def _set_lengths(self, lengths: Sequence[int]) -> None:
+        for row, length in zip(self._decoder.rows, lengths, strict=True):
+            row.length = length
+
+
+def holding(made: Sequence[Made], draft: Sequence[int]) -> Sequence[Made]:
+    """Return those of the tokens ``made``, one after each that was fed, before which the ``draft``
+    holds."""
+    differing = (n for n, token in enumerate(draft) if made[n][0][0] != token)
+    return made[: next(differing, len(draft)) + 1]

@@ -1,0 +1,1 @@
+"""What changes logits before a token is drawn, and the draw."""
