@@ -17,6 +17,6 @@ def test_the_smoke_run_compares_both_arms(
     new, again = json.loads((tmp_path / "drafts.json").read_text())
     assert (new["prompts"], again["prompts"]) == ("new", "again")
     assert new["a_forward"] >= 1.0
-    assert again["a_forward"] > 2.0
+    assert again["a_forward"] > 1.5
     assert new["with"] > 0 < again["without"]
     assert "responses differ" not in capsys.readouterr().out
