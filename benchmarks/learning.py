@@ -324,8 +324,8 @@ def plot(trials: Sequence[Trial], name: str, path: Path) -> None:
         axes.set_xlabel("generated tokens" if what == "tokens" else "seconds of training")
         axes.grid(alpha=0.25)
     figure.suptitle(
-        f"{name}: reward while training (thick: mean of the seeds, over {SMOOTHED} steps; band: "
-        "its 95 % interval)"
+        f"{name}: reward while training\n"
+        f"(thick: mean of the seeds, over {SMOOTHED} steps; band: its 95 % interval)"
     )
     panels[0].set_ylabel("mean reward")
     panels[1].legend(frameon=False, loc="lower right", fontsize=8)
