@@ -59,6 +59,7 @@ class Past:
 
     texts: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS))
     places: dict[tuple[int, ...], deque[tuple[list[int], int]]] = field(default_factory=dict)
+    added: int = 0  # texts since the index was begun
 
     def read(self, text: Text) -> None:
         """Take the tokens of ``text`` that are new into the index."""
@@ -68,9 +69,18 @@ class Past:
             self.places.setdefault(before, deque(maxlen=PLACES)).append((tokens, place))
         text.read = len(tokens)
 
+    def add(self, text: Text) -> None:
+        """Keep ``text`` in the place of the oldest one. Texts that are gone leave the index too, a
+        few of them later."""
+        self.texts.append(text)
+        self.added += 1
+        if self.added > 2 * TEXTS:
+            self.forget()
+
     def forget(self) -> None:
-        """Drop the index."""
+        """Drop the index, which is made again when it is needed."""
         self.places = {}
+        self.added = 0
         for text in self.texts:
             text.read = 0
 
@@ -137,7 +147,7 @@ class Drafts:
         text = Text(row.request.prompt_ids[-LONGEST:].tolist() + row.tokens)
         if len(past.texts) == TEXTS:
             self._tokens -= len(past.texts[0].tokens)
-        past.texts.append(text)
+        past.add(text)
         self._tokens += len(text.tokens)
         while self._tokens > MOST_TOKENS and len(self._pasts) > 1:
             _, oldest = self._pasts.popitem(last=False)

@@ -313,3 +313,15 @@ def test_what_is_kept_is_bounded(found: Drafts, monkeypatch: pytest.MonkeyPatch)
     kept = sum(len(text.tokens) for past in pasts for text in past.texts)
     assert kept == found._tokens <= 5000
     assert sum(bool(past.places) for past in pasts) == 3
+
+
+def test_the_index_of_a_prompt_that_is_always_asked_is_bounded(found: Drafts) -> None:
+    for number in range(10 * drafts.TEXTS):
+        tokens = list(range(1000 * number, 1000 * number + 20))
+        found.keep(row([1], tokens))
+        draft = found.of(row([1], tokens[:5]), rows=1)
+        assert draft is not None
+        assert draft.tokens[0] == tokens[5]
+    (past,) = found._pasts.values()
+    assert len(past.texts) == drafts.TEXTS
+    assert len(past.places) <= 2 * drafts.TEXTS * 22
