@@ -324,4 +324,4 @@ def test_the_index_of_a_prompt_that_is_always_asked_is_bounded(found: Drafts) ->
         assert draft.tokens[0] == tokens[5]
     (past,) = found._pasts.values()
     assert len(past.texts) == drafts.TEXTS
-    assert len(past.places) <= 2 * drafts.TEXTS * 22
+    assert len(past.places) <= 4 * drafts.TEXTS * 22
