@@ -24,13 +24,14 @@ LONGEST = 16  # tokens of an agreement that are compared
 PLACES = 8  # of the same tokens that are kept, the newest
 MOST_DRAFTED = 16  # tokens
 # A forward of so many tokens computes as long as it reads the weights. A CPU needs the fewest.
-READ_TOKENS = 16
+READ_TOKENS = 8
 MARGIN = 1.25  # by which a draft is worth more than it costs
-MOST_ROWS = 24  # that decode; a draft of more is hardly worth its cost, and none is sought
+MOST_ROWS = 16  # that decode; a draft of more is hardly worth its cost, and none is sought
 TEXTS = 32  # of one prompt that are kept, the newest
 MOST_TOKENS = 1 << 22  # of all texts
 MOST_INDEXED = 64  # prompts
-TRIED_ANYWAY = 16  # one draft of so many that are not worth their cost, as this may have changed
+# One draft is tried in so many steps in which none is worth its cost, as this may have changed.
+TRIED_ANYWAY = 32
 # Tokens of an agreement, from which on its drafts are counted together; and how many of how many
 # tokens held before the first draft.
 STRENGTHS = {2: (0.5, 4), 3: (1, 4), 4: (2, 4), 8: (3, 4), 16: (3.5, 4)}
@@ -180,4 +181,4 @@ class Drafts:
         if holds >= least:
             return int(math.log(least) / math.log(holds))
         self._passed[strength] += 1
-        return int(self._passed[strength] % TRIED_ANYWAY == 0)
+        return int(self._passed[strength] % (TRIED_ANYWAY * rows) == 0)
