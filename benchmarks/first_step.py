@@ -54,7 +54,7 @@ PHASES = {
         "TorchDecoder.decode",
     ),
     "stages.engines.torch.decoding.weights": ("DecoderWeights.lay_out",),
-    "stages.engines.torch.decoding.batch": ("ContinuousBatch.step", "draw"),
+    "stages.engines.torch.decoding.batch": ("ContinuousBatch.step", "draw_next"),
     "stages.engines.torch.train": (
         "TorchTrainEngine.__init__",
         "TorchTrainEngine.train_batch",

@@ -382,7 +382,7 @@ def name_parts(decoder: Any) -> None:
     decoder.attention.attend = ranged("attention", decoder.attention.attend)
     if decoder.fused:
         decoder._llama.head = ranged("head", decoder._llama.head)
-    batch.draw = ranged("sampling", batch.draw)
+    batch.draw_next = ranged("sampling", batch.draw_next)
 
 
 def part_of(event: Any) -> str:
