@@ -82,8 +82,10 @@ def _fill(
     it."""
 
     def convert(gguf: Path, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "by").write_text(str(os.getpid()))
+        made_beside = folder.with_suffix(f".{os.getpid()}")  # a folder of its name is whole
+        made_beside.mkdir()
+        (made_beside / "by").write_text(str(os.getpid()))
+        made_beside.rename(folder)
         made.put(os.getpid())
 
     models._convert = convert
