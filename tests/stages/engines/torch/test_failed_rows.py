@@ -20,6 +20,7 @@ from stages.engines.protocols import (
     Token,
 )
 from stages.engines.torch.decoding import batch as batches
+from stages.engines.torch.decoding import rows as row_draws
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import ResponseRow
 from stages.engines.torch.rollout import TorchRolloutEngine
@@ -127,13 +128,13 @@ def inject(monkeypatch: pytest.MonkeyPatch, place: str, step: int) -> None:
         case "uniform":
 
             def uniform(
-                seed: int, place: int, index: int, own: Callable[..., float] = batches.uniform
+                seed: int, place: int, index: int, own: Callable[..., float] = row_draws.uniform
             ) -> float:
                 if seed == BAD and index >= step:
                     raise Fault("uniform")
                 return own(seed, place, index)
 
-            monkeypatch.setattr(batches, "uniform", uniform)
+            monkeypatch.setattr(row_draws, "uniform", uniform)
         case "forward":
             # The prompt of BAD is the only one that begins with this token: at its row's own length
             # the forward fails.
