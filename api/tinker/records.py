@@ -65,8 +65,8 @@ async def list_run_checkpoints(service: Service, request: web.Request, path: Mod
 async def list_checkpoints(service: Service, request: web.Request, query: PageQuery) -> Answer:
     """The newest is the first."""
     calls, owner = caller(request)
-    found = sorted(await calls.checkpoints(owner), key=lambda each: each.time, reverse=True)
-    chosen, cursor = _page(found, query)
+    newest_first = sorted(await calls.checkpoints(owner), key=lambda each: each.time, reverse=True)
+    chosen, cursor = _page(newest_first, query)
     return Answer(checkpoints=[_checkpoint(each) for each in chosen], cursor=cursor)
 
 

@@ -282,8 +282,8 @@ class RolloutSection(Section):
     speculate: Literal["auto", "on", "off"] = key(
         "auto",
         "Where few responses decode, the torch engine drafts tokens from earlier responses to the "
-        "same prompt and computes several a forward. No token changes. `auto`: of runs on CPUs "
-        "whose samples may be stale (a synchronous one is so bit for bit).",
+        "same prompt and computes several a forward. Tokens change by rounding only. `auto`: on "
+        "for CPUs, off if the run is synchronous, since its results are exact bit for bit.",
     )
     threads: CountOrZero = key(0, "CPU threads of one worker. 0: the launcher divides the cores.")
     structure: Annotated[StructureSection, FixedOnResume("responses under way have it")] = (

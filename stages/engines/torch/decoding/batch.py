@@ -330,13 +330,13 @@ class ContinuousBatch:
         """
         assert self._drafted is not None
         self.read_launched()
-        made = self._drafted.make(self.rows)
-        for place in range(max(map(len, made), default=0)):
-            self._append(0, [of_row[place] if place < len(of_row) else None for of_row in made])
-        if made:
+        tokens_of_rows = self._drafted.make(self.rows)
+        for place in range(max(map(len, tokens_of_rows), default=0)):
+            self._append(0, [made[place] if place < len(made) else None for made in tokens_of_rows])
+        if tokens_of_rows:
             self._drafted.settle(self.rows)
             self._deliver_ended()
-        return bool(made)
+        return bool(tokens_of_rows)
 
     def _decode_each(self) -> None:
         """Make one more token of every row, each in a forward of its own."""

@@ -288,20 +288,16 @@ class TorchDecoder:
     def decode_drafts(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Feed each row its newest token and those of its draft.
 
-        Returns float32 [T, V] logits of what follows each of the packed tokens. The caller lowers
-        the ``length`` of rows whose drafts do not hold.
+        Returns float32 [T, V] logits of what follows each of the packed tokens. The caller
+        adds the tokens that it keeps to the ``length`` of each row.
         """
         counts = list(map(len, tokens))
         self._select([row.prompt.adapters for row in self.rows], counts)
-        step = DecodeStep.of_several(
-            self._share(len(counts)), [row.length for row in self.rows], counts, ROOM_TOKENS
-        )
-        self.attention.step = step
+        lengths = [row.length for row in self.rows]
+        sharing = self._share(len(counts), self._static)
+        self.attention.step = step = DecodeStep.of_several(sharing, lengths, counts, ROOM_TOKENS)
         fed = torch.tensor([token for of_row in tokens for token in of_row])
-        logits = self._forward(fed, step.positions, None)
-        for row, count in zip(self.rows, counts, strict=True):
-            row.length += count
-        return logits
+        return self._forward(fed, step.positions, None)
 
     def decode_step(
         self, tokens: torch.Tensor, own: torch.Tensor, sharing: SharedPrompts, longest: int
@@ -376,7 +372,7 @@ class TorchDecoder:
     def _select(self, names: Sequence[str], counts: Sequence[int] | None = None) -> bool:
         return self.weights.adapters.select(names, counts, self.device)
 
-    def _share(self, rows: int, static: bool = False) -> SharedPrompts:
+    def _share(self, rows: int, static: bool) -> SharedPrompts:
         if self._sharing is None or len(self._sharing.place) != rows:
             self._sharing = _shared(self.rows, self.prompts, rows, static, self.device)
         return self._sharing

@@ -1,7 +1,7 @@
 """A step in which rows with a draft make several tokens.
 
 newest token + draft of each row ─▶ one packed forward ─▶ a draw after each token ─▶ those up to the first that differs
-the batch appends them, until a row ends ─▶ settle: keys and values beyond them are dropped
+the batch appends them, until a row ends ─▶ settle: their keys and values are kept, the others overwritten
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class DraftedSteps:
         self._decoder = decoder
         self._counts: list[int] = []  # of the tokens that each row was fed
         self._known: list[int] = []  # tokens of each row before
-        self._cached: list[int] = []  # those of them that had keys and values
 
     def make(self, rows: Sequence[ResponseRow]) -> list[Sequence[Made]]:
         """Return the tokens that were made of each of ``rows``, at least one; none where no row has
@@ -39,37 +38,32 @@ class DraftedSteps:
         fed = [[row.tokens[-1], *draft] for row, draft in zip(rows, drafted, strict=True)]
         self._counts = list(map(len, fed))
         self._known = [len(row.tokens) for row in rows]
-        self._cached = [row.length for row in self._decoder.rows]
         try:
             of_each = [
                 row for row, count in zip(rows, self._counts, strict=True) for _ in range(count)
             ]
             ahead = [beyond for count in self._counts for beyond in range(count)]
-            made = read(draw_next(of_each, self._decoder.decode_drafts(fed), ahead=ahead))
+            drawn = read(draw_next(of_each, self._decoder.decode_drafts(fed), ahead=ahead))
         except Exception as error:
             warn_of_one_by_one(error)
-            self._set_lengths(self._cached)
             return []
-        kept = []
+        tokens_of_rows = []
         for draft, tokens, count in zip(drafts, drafted, self._counts, strict=True):
-            of_row, made = made[:count], made[count:]
-            kept.append(holding(of_row, tokens))
+            of_row, drawn = drawn[:count], drawn[count:]
+            tokens_of_rows.append(holding(of_row, tokens))
             if draft:
-                self.drafts.judge(draft, len(kept[-1]) - 1)
-        return kept
+                self.drafts.judge(draft, len(tokens_of_rows[-1]) - 1)
+        return tokens_of_rows
 
     def settle(self, rows: Sequence[ResponseRow]) -> None:
-        """Drop what the decoder has beyond the tokens that ``rows`` have taken of the last step."""
+        """Keep the keys and values of the tokens that ``rows`` have taken of the last step."""
         taken = [len(row.tokens) - known for row, known in zip(rows, self._known, strict=True)]
-        self._set_lengths([n + new for n, new in zip(self._cached, taken, strict=True)])
+        for decoder_row, count in zip(self._decoder.rows, taken, strict=True):
+            decoder_row.length += count
         if self._decoder.routing is not None:
             parts = self._decoder.routing.split(self._counts)
             for row, chosen, count in zip(rows, parts, taken, strict=True):
                 row.routing.append(chosen[:count])
-
-    def _set_lengths(self, lengths: Sequence[int]) -> None:
-        for row, length in zip(self._decoder.rows, lengths, strict=True):
-            row.length = length
 
 
 def holding(made: Sequence[Made], draft: Sequence[int]) -> Sequence[Made]:

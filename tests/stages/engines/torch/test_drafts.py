@@ -88,6 +88,15 @@ async def test_drafts_change_no_token(build: Any, temperature: float) -> None:
     assert fewer < forwards / 2
 
 
+async def test_the_accelerators_way_of_decoding_takes_drafts_too() -> None:
+    """As many rows as a static step has, whose padding the drafted forwards share."""
+    requests = [ask(group, places=4, length=3 + group, max_tokens=30) for group in range(2)]
+    plain, forwards = await answered_twice(requests)
+    drafted, fewer = await answered_twice(requests, accelerated=True, speculate=True)
+    assert all(same(done, drafted[key]) for key, done in plain.items())
+    assert fewer < forwards
+
+
 async def test_rows_with_and_without_a_draft_decode_together() -> None:
     known = ask(0, places=2, max_tokens=30)
     new = [
