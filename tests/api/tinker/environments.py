@@ -38,7 +38,7 @@ def environment(name: str, *installations: tuple[str, ...]) -> Path:
         if missing:
             venv.create(folder, symlinks=True, with_pip=True)
             for arguments in installations:
-                _install(folder, *arguments)
+                _pip(folder, "install", *arguments)
     return folder
 
 
@@ -47,8 +47,22 @@ def packages(name: str, maker: Path, *arguments: str) -> Path:
     folder = CACHE / name
     with _making(folder) as missing:
         if missing:
-            _install(maker, "--no-deps", "--target", str(folder), *arguments)
+            _pip(maker, "install", "--no-deps", "--target", str(folder), *arguments)
     return folder
+
+
+def source(name: str, maker: Path, requirement: str) -> Path:
+    """Return the unpacked source distribution of ``requirement``, as pip of ``maker`` gets it."""
+    folder = CACHE / name
+    with _making(folder) as missing:
+        if missing:
+            options = ("--no-deps", "--no-binary", ":all:", "--dest", str(folder), requirement)
+            _pip(maker, "download", *options)
+            (archive,) = folder.glob("*.tar.gz")
+            shutil.unpack_archive(archive, folder, filter="data")
+            archive.unlink()
+    (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
+    return unpacked
 
 
 @contextmanager
@@ -95,9 +109,9 @@ def _making(folder: Path) -> Iterator[bool]:
         (folder / READY).touch()
 
 
-def _install(folder: Path, *arguments: str) -> None:
-    command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+def _pip(folder: Path, command: str, *arguments: str) -> None:
+    pip = [str(folder / "bin" / "python"), "-m", "pip", command, "--quiet", *arguments]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["?"])[-1]
         pytest.skip(f"the package index has not what this test needs: {reason}")

@@ -12,12 +12,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
+from orchestration.processes.handles import Process
 from orchestration.service.index_server import FILE
 from orchestration.service.own_services import read_authorization
 from tests.api.served import Served, environment
@@ -31,14 +33,16 @@ PROGRAM = Path(__file__).with_name("program.py")
 COMMANDS = Path(__file__).with_name("commands.py")
 LOOP = Path(__file__).with_name("loop.py")
 STEPS = 12  # of a loop
+ENGINE = "orchestration.calls.engines.process"  # the module of its process
 
 
 @dataclass
 class Server:
-    """``asyncdock tinker`` with the model ``tiny``."""
+    """``asyncdock tinker`` with ``models``, each a folder by the name that clients know."""
 
     data: Path
     port: int
+    models: Mapping[str, str] = field(default_factory=lambda: {"tiny": "tiny"})
     process: subprocess.Popen[str] | None = None
 
     @property
@@ -49,8 +53,17 @@ class Server:
     def key(self) -> str:
         return f"tml-{read_authorization(self.data)}"
 
+    @property
+    def index(self) -> Process:
+        """The process of its index."""
+        process = Process.parse(json.loads((self.data / FILE).read_text())["process"])
+        assert process is not None
+        return process
+
     def start(self, output: int = subprocess.PIPE) -> None:
-        command = ["tinker", "--model", "tiny", "--data", str(self.data), "--threads", "1"]
+        command = ["tinker", "--data", str(self.data), "--threads", "1"]
+        for name, folder in self.models.items():
+            command += ["--model", f"{name}={folder}"]
         with (self.data.parent / "tinker.log").open("a") as log:
             self.process = subprocess.Popen(
                 [
@@ -68,7 +81,7 @@ class Server:
             return
         printed = [self.process.stdout.readline() for _ in range(3)]
         assert printed == [
-            f"AsyncDock serves tiny at {self.url}\n",
+            f"AsyncDock serves {', '.join(self.models)} at {self.url}\n",
             f"export TINKER_BASE_URL={self.url}\n",
             # no terminal: a log gets no key
             f"export TINKER_API_KEY=$(asyncdock token show --tinker --data {self.data})\n",
@@ -132,22 +145,39 @@ def test_a_service_of_runs_serves_models_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_a_loop_does_not_notice_that_the_server_was_killed(server: Server, tmp_path: Path) -> None:
+def test_a_loop_does_not_notice_that_server_index_and_engine_were_killed(
+    server: Server, tmp_path: Path
+) -> None:
     """Its losses and samples are those of an undisturbed run, to the last bit."""
     undisturbed = sdk.program(sdk.NEWEST, LOOP, server.url, server.key, str(STEPS))
     killed = Server(tmp_path / "data", free_port())
     killed.start()
+
+    def kill_server() -> None:
+        killed.end(signal.SIGKILL)
+        killed.start()
+
+    def kill_index() -> None:
+        os.kill(killed.index.pid, signal.SIGKILL)
+
+    def kill_engine() -> None:
+        assert killed.process is not None
+        (engine,) = (
+            child.pid
+            for child in psutil.Process(killed.process.pid).children()
+            if ENGINE in child.cmdline()
+        )
+        os.kill(engine, signal.SIGKILL)
+
     with sdk.running(sdk.NEWEST, LOOP, killed.url, killed.key, str(STEPS)) as process:
         assert process.stdout is not None
         lines = list[str]()
-        for _ in range(2):
-            lines += [process.stdout.readline() for _ in range(STEPS // 3)]
-            killed.end(signal.SIGKILL)
-            killed.start()
+        for kill in (kill_server, kill_index, kill_engine):
+            lines += [process.stdout.readline() for _ in range(STEPS // 4)]
+            kill()
         output, errors = process.communicate(timeout=SECONDS * 2)
-        assert process.returncode == 0, errors
     assert killed.end() == 0
-    assert "".join(lines) + output == undisturbed
+    assert "".join(lines) + output == undisturbed, (process.returncode, errors)
 
 
 def asyncdock(*arguments: str) -> subprocess.CompletedProcess[str]:
