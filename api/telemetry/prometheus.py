@@ -471,6 +471,15 @@ FAMILIES = (
         _of_step("entropy"),
     ),
     Family(
+        COUNTER,
+        "run_draft_tokens",
+        "Tokens that rollout engines looked up and computed ahead, and those that were drawn.",
+        ("what",),
+        lambda run: {
+            (name.removesuffix("_tokens"),): count for name, count in run.totals.drafts.items()
+        },
+    ),
+    Family(
         GAUGE,
         "run_trajectories_open",
         "Trajectories in progress: their environment is open.",

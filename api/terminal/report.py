@@ -200,6 +200,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "busiest_stage": stage,
         "busiest_share": share,
         "trajectories": _trajectories(progress),
+        "drafts": progress.drafts,
         "staleness_mean": stale / steps if steps else None,
         "staleness_max": progress.staleness_max(),
         "staleness_bound": progress.bound,
@@ -271,6 +272,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ("staleness", f"{mean} mean, {highest} max, bound {summary['staleness_bound']}"),
         ("samples", samples_text(summary["samples"])),
         ("trajectories", _trajectories_text(summary["trajectories"])),
+        ("drafts", _drafts_text(summary["drafts"])),
         ("tokens", tokens),
         ("prompts", too_long and f"{too_long} as too long, listed in {TOO_LONG_FILE}"),
         ("epoch", ", ".join(f"{epoch} of {key}" for key, epoch in summary["epochs"].items())),
@@ -400,6 +402,17 @@ def _trajectories_text(figures: dict[str, Any]) -> str:
     from api.telemetry.trajectories import trajectories_text
 
     return trajectories_text(figures)
+
+
+def _drafts_text(counts: Mapping[str, float]) -> str:
+    """
+    >>> _drafts_text({"drafted_tokens": 1200, "held_tokens": 810})
+    '810 of 1,200 tokens that were looked up held'
+    """
+    if not counts:
+        return ""
+    drafted, held = counts["drafted_tokens"], counts["held_tokens"]
+    return f"{held:,.0f} of {drafted:,.0f} tokens that were looked up held"
 
 
 def _mean(values: Sequence[float]) -> float | None:

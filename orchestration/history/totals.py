@@ -32,6 +32,7 @@ ALARMS = 100  # newest alarms that are kept; all are counted
 RATE_SECONDS = 10.0  # recent rates and shares are those of this long a past
 SHARES = ("busy", "waiting_input", "waiting_room", "other")
 OPEN = "open"  # of the numbers of trajectories the one that does not only grow
+DRAFTS = ("drafted_tokens", "held_tokens")  # the numbers of drafts
 COUNTED_TOKENS = ("generated", "trained", "filtered")
 OF_CALLS = ("calls", "failed", "again", "lost", "seconds")  # of a reward function
 # Fields of RunTotals: plain values; and newest events.
@@ -93,7 +94,7 @@ class WorkerTotals:
         self.latest = event
         self.time = time
         counts = {name: n for name, n in event.trajectories.items() if name != OPEN}
-        self.clock.add(vars(event), counts)
+        self.clock.add(vars(event), {**counts, **event.drafts})
         self._recent.append(self.totals)
         while (
             len(self._recent) > 2 and self.totals["wall"] - self._recent[1]["wall"] >= RATE_SECONDS
@@ -251,9 +252,24 @@ class RunTotals:
         counts = Counter[str]()
         for worker in self.workers.values():
             if latest := worker.latest.trajectories:
-                more = {name: n for name, n in worker.totals.items() if name not in CUMULATED}
+                more = {
+                    name: n
+                    for name, n in worker.totals.items()
+                    if name not in (*CUMULATED, *DRAFTS)
+                }
                 counts.update({OPEN: latest.get(OPEN, 0), **more})  # type: ignore[dict-item]
         return dict(counts)
+
+    @property
+    def drafts(self) -> dict[str, float]:
+        """Tokens that rollout engines looked up, and those that were drawn, of all processes of the
+        workers; {} where no engine drafts."""
+        totals = [worker.totals for worker in self.workers.values()]
+        return {
+            name: sum(of_worker.get(name, 0) for of_worker in totals)
+            for name in DRAFTS
+            if any(name in of_worker for of_worker in totals)
+        }
 
     @property
     def dropped(self) -> dict[str, tuple[int, int]]:

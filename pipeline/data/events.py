@@ -310,6 +310,13 @@ class StageEvent(EventData, kind="stage"):
             "`computed_again_tokens`, whose keys and values were gone when a turn began."
         ),
     ] = field(default_factory=dict)
+    drafts: Annotated[
+        Mapping[str, float],
+        Doc(
+            "Of a rollout stage whose engine drafts: the `drafted_tokens` that it looked up so "
+            "far, and the `held_tokens` of them, which were drawn."
+        ),
+    ] = field(default_factory=dict)
 
 
 class Span(Payload):

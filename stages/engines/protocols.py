@@ -188,6 +188,11 @@ class Completion:
     finish_reason: FinishReason
     cached_tokens: int = 0
     """Of the prompt and of earlier requests, whose keys and values had been computed."""
+    drafted_tokens: int = 0
+    """Tokens that the engine looked up for this request and computed ahead
+    (:mod:`stages.engines.drafts`)."""
+    held_tokens: int = 0
+    """Of these, those that were then drawn: each has saved a forward."""
     routed_experts: torch.Tensor | None = None
     """uint8 or int16 [P + T - 1, layers * top-k], where the engine records them: the experts of all
     fed tokens, as they were chosen when the token after them was made. The part that another

@@ -41,6 +41,7 @@ class ResponseInProgress:
         self.limit = request.limit(place)
         self.aside = request.aside(place)
         self.cached_tokens = 0  # of the prompt and of earlier requests
+        self.drafted_tokens = self.held_tokens = 0
         self.begun_routing = begun.routed_experts if begun else None
         self.routing: list[torch.Tensor] = []  # [n, layers * top-k] of the fed tokens after those
 
@@ -61,6 +62,8 @@ class ResponseInProgress:
             versions=tuple(self.versions),
             finish_reason=reason,
             cached_tokens=self.cached_tokens,
+            drafted_tokens=self.drafted_tokens,
+            held_tokens=self.held_tokens,
             routed_experts=self._routed_experts(),
         )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -93,6 +93,7 @@ class Rollout(Stage):
         # where no bit may depend on a restart, each turn computes all of its tokens
         self._continues = bool(environment) and not together
         self._computed_again = 0
+        self._drafts = Counter[str]()
         self._lengths = deque[int](maxlen=RECENT if parks_stragglers else 0)
         self.engine = engine
         self.params = params
@@ -117,9 +118,12 @@ class Rollout(Stage):
         return self.engine.version
 
     def figures(self) -> Mapping[str, Any]:
-        if not self._environment:
-            return {}
-        return {"trajectories": {"computed_again_tokens": self._computed_again}}
+        figures: dict[str, Any] = {}
+        if self._environment:
+            figures["trajectories"] = {"computed_again_tokens": self._computed_again}
+        if self._drafts:
+            figures["drafts"] = dict(self._drafts)
+        return figures
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         positions = {(row.group, row.place): i for i, row in enumerate(claim.rows)}
@@ -155,6 +159,10 @@ class Rollout(Stage):
                     if completion is not None
                 ]
                 missing -= len(together)
+                for done in together:
+                    if done.drafted_tokens:
+                        self._drafts["drafted_tokens"] += done.drafted_tokens
+                        self._drafts["held_tokens"] += done.held_tokens
                 self._lengths.extend(
                     len(done.token_ids) for done in together if done.finish_reason != "cut"
                 )

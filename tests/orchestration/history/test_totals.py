@@ -42,6 +42,11 @@ def answered(time: float, wall: float, **counts: float) -> Event:
     return stage(time, wall, "environment-0", trajectories=counts)
 
 
+def drafted(time: float, wall: float, **counts: float) -> Event:
+    """What a rollout worker has told whose engine drafts."""
+    return stage(time, wall, "rollout-7", drafts=counts)
+
+
 ALARM = {
     "metric": "ess",
     "value": 0.04,
@@ -59,6 +64,8 @@ EVENTS = [
     answered(34, 3.0, open=2, turns=4, ended_turns=1),
     answered(35, 6.0, open=3, turns=7, ended_turns=2),
     answered(36, 1.0, open=1, turns=2, ended_done=1),
+    drafted(37, 2.0, drafted_tokens=9, held_tokens=5),
+    drafted(38, 1.0, drafted_tokens=4, held_tokens=1),
     scripted.event(40, "alarm", **ALARM, step=3, version=3),
     scripted.event(41, "prompt", change="epoch", epochs={"sums": 2}),
     scripted.event(42, "prompt", change="too long", skipped=3, cut=1),
@@ -100,6 +107,7 @@ def test_another_process_goes_on_with_the_same_totals(cut: int) -> None:
     assert (gone_on.tokens, gone_on.dropped) == (whole.tokens, whole.dropped)
     counts = {"open": 1, "turns": 9, "ended_turns": 2, "ended_done": 1}
     assert gone_on.trajectories == whole.trajectories == counts
+    assert gone_on.drafts == whole.drafts == {"drafted_tokens": 13, "held_tokens": 6}
     assert list(gone_on.alarms) == list(whole.alarms)
 
 

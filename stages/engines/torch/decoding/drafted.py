@@ -60,6 +60,9 @@ class DraftedSteps:
         taken = [len(row.tokens) - known for row, known in zip(rows, self._known, strict=True)]
         for decoder_row, count in zip(self._decoder.rows, taken, strict=True):
             decoder_row.length += count
+        for row, fed, count in zip(rows, self._counts, taken, strict=True):
+            row.drafted_tokens += fed - 1
+            row.held_tokens += count - 1
         if self._decoder.routing is not None:
             parts = self._decoder.routing.split(self._counts)
             for row, chosen, count in zip(rows, parts, taken, strict=True):

@@ -88,6 +88,17 @@ async def test_drafts_change_no_token(build: Any, temperature: float) -> None:
     assert fewer < forwards / 2
 
 
+@pytest.mark.parametrize("max_tokens", [40, 23])  # the second one ends inside a draft
+async def test_each_token_that_held_has_saved_a_forward(max_tokens: int) -> None:
+    requests = [ask(0, places=1, max_tokens=max_tokens)]
+    plain, forwards = await answered_twice(requests)
+    drafted, fewer = await answered_twice(requests, speculate=True)
+    (without,), (done,) = plain.values(), drafted.values()
+    assert (without.drafted_tokens, without.held_tokens) == (0, 0)
+    assert done.held_tokens == forwards - fewer > 0
+    assert done.drafted_tokens >= done.held_tokens
+
+
 async def test_the_accelerators_way_of_decoding_takes_drafts_too() -> None:
     """As many rows as a static step has, whose padding the drafted forwards share."""
     requests = [ask(group, places=4, length=3 + group, max_tokens=30) for group in range(2)]
