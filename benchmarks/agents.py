@@ -99,8 +99,9 @@ def tool_times(seconds: float, seed: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Workload:
-    """``tools``: seconds of a tool, as a multiple of a turn's in the engine. ``train_seconds`` of a
-    step; the engine needs as many for its average turns."""
+    """``tools``: seconds of a tool, as a multiple of a turn's in the engine. ``step_seconds``: what
+    the engine needs for a step's average turns, and the trainer too, a tenth of it for the step and
+    the rest by tokens."""
 
     tools: float = 1.0
     steps: int = 16
@@ -110,7 +111,7 @@ class Workload:
     slots: int = 64
     median: float = 16.0  # tokens of a turn
     longest: int = 96
-    train_seconds: float = 2.0
+    step_seconds: float = 2.0
     log: str = ""
 
     @property
@@ -122,10 +123,22 @@ class Workload:
         return inside + self.longest * (1 - normal.cdf(cut))
 
     @property
-    def row_rate(self) -> float:
-        """Tokens a second of one slot, such that all slots make a step in ``train_seconds``."""
+    def step_tokens(self) -> float:
+        """The mean of the tokens that are generated for a step."""
         turns = self.groups * self.group_size * (1 + MOST_TURNS) / 2
-        return turns * self.turn_tokens / self.slots / self.train_seconds
+        return turns * self.turn_tokens
+
+    @property
+    def row_rate(self) -> float:
+        """Tokens a second of one slot, such that all slots make a step in ``step_seconds``."""
+        return self.step_tokens / self.slots / self.step_seconds
+
+    @property
+    def train_options(self) -> dict[str, float]:
+        return {
+            "step_seconds": 0.1 * self.step_seconds,
+            "token_seconds": 0.9 * self.step_seconds / self.step_tokens,
+        }
 
     @property
     def tool_seconds(self) -> float:
@@ -138,7 +151,7 @@ class Workload:
             "prefill_rate": 1e7,
             "median_tokens": self.median,
             "sigma": SIGMA,
-            "swap_seconds": 0.005 * self.train_seconds,
+            "swap_seconds": 0.005 * self.step_seconds,
         }
         return parse_recipe(
             {
@@ -165,7 +178,7 @@ class Workload:
                     "steps": self.steps,
                     "groups_per_step": self.groups,
                     "token_budget": 4096,
-                    "mock": {"step_seconds": self.train_seconds, "token_seconds": 0.0},
+                    "mock": self.train_options,
                 },
                 "pipeline": {"staleness": bound, "arena": "1GiB"},
             }
@@ -198,9 +211,10 @@ async def run_arm(workload: Workload, bound: int, home: Path) -> Arm:
     tokens = sum(round(step.data["response_length_mean"] * step.data["rows"]) for step in between)
     seconds = last.time - first.time
     generating = tokens / (workload.slots * workload.row_rate)
-    training = len(between) * workload.train_seconds
+    loads = loads_of_steps(workload, recipe, run)
+    training = sum(load.training for load in loads[workload.margin : 1 - workload.margin])
     times = [step.time - first.time for step in steps]
-    permitted = least_seconds(workload, bound, longest_trajectories(workload, recipe, run), times)
+    permitted = least_seconds(workload, bound, loads, times)
     return Arm(
         workload.tools,
         bound,
@@ -213,30 +227,42 @@ async def run_arm(workload: Workload, bound: int, home: Path) -> Arm:
     )
 
 
-def longest_trajectories(workload: Workload, recipe: Recipe, run: Path) -> list[float]:
-    """Return the seconds of the longest trajectory of each step, were it alone."""
-    longest = [0.0] * workload.steps
+@dataclass
+class Load:
+    """Seconds of a step: of its longest trajectory, were it alone, and of its training."""
+
+    longest: float
+    training: float
+
+
+def loads_of_steps(workload: Workload, recipe: Recipe, run: Path) -> list[Load]:
+    """Return what each step of the finished ``run`` asks for."""
+    options = workload.train_options
+    loads = [Load(0.0, options["step_seconds"]) for _ in range(workload.steps)]
     for group in groups(run / FOLDER):
+        fed = 0
         for sample in group:
             seed = trajectory_seed(recipe.seed, sample["group"], sample["place"])
             tools = sum(tool_times(workload.tool_seconds, seed))
-            tokens = sum(turn["tokens"] for turn in sample["segments"] if turn["generated"])
-            seconds = tokens / workload.row_rate + tools
-            at = sample["step"] - 1
-            longest[at] = max(longest[at], seconds)
-    return longest
+            generated = sum(turn["tokens"] for turn in sample["segments"] if turn["generated"])
+            fed += sum(turn["tokens"] for turn in sample["segments"])
+            load = loads[sample["step"] - 1]
+            load.longest = max(load.longest, generated / workload.row_rate + tools)
+        loads[group[0]["step"] - 1].training += fed * options["token_seconds"]
+    return loads
 
 
 def least_seconds(
-    workload: Workload, bound: int, longest: Sequence[float], times: Sequence[float]
+    workload: Workload, bound: int, loads: Sequence[Load], times: Sequence[float]
 ) -> float:
     """Return the least seconds from the first to the last compared step, when the steps until the
-    first one have ended at ``times``. ``longest``: seconds of each step's longest trajectory."""
+    first one have ended at ``times``."""
     first, last = workload.margin - 1, len(times) - workload.margin
     ends = [*times[: first + 1]]
     for step in range(first + 1, last + 1):
         admitted = ends[step - 1 - bound] if step > bound else -math.inf
-        ends.append(max(ends[-1], admitted + longest[step]) + workload.train_seconds)
+        ready = admitted + loads[step].longest
+        ends.append(max(ends[-1], ready) + loads[step].training)
     return ends[last] - times[first]
 
 
@@ -251,7 +277,7 @@ async def turn_times(home: Path, steps: int) -> list[float]:
     """Run a flow whose engine and tools take no time, and return the seconds of each turn."""
     log = home / "gaps.jsonl"
     workload = Workload(
-        tools=0.0, steps=steps, groups=1, group_size=2, train_seconds=0.001, log=str(log)
+        tools=0.0, steps=steps, groups=1, group_size=2, step_seconds=0.001, log=str(log)
     )
     recipe = workload.recipe(1)
     fast = {"row_rate": 1e7, "prefill_rate": 1e9, "swap_seconds": 0.0, "median_tokens": 8.0}
@@ -279,15 +305,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tools", type=float, nargs="+", default=[0.0, 1.0, 3.0])
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=16, help="of a step, each of 8 trajectories")
+    parser.add_argument("--step-seconds", type=float, default=2.0)
     parser.add_argument("--sessions", type=int, default=0, help="so many trajectories at a time")
     parser.add_argument("--turn", action="store_true", help="only what a turn costs")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: whether it works")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     configure()
-    workload = Workload(steps=options.steps)
+    workload = Workload(
+        steps=options.steps, groups=options.groups, step_seconds=options.step_seconds
+    )
     if options.smoke:
-        workload = Workload(steps=4, margin=1, groups=2, group_size=4, slots=8, train_seconds=0.1)
+        workload = Workload(steps=4, margin=1, groups=2, group_size=4, slots=8, step_seconds=0.1)
         options.tools, options.bounds = options.tools[-1:], options.bounds[-1:]
     if options.turn:
         options.tools = []

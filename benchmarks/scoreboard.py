@@ -136,6 +136,7 @@ def of_weights_to_nodes(result: Any) -> Iterator[Score]:
         yield Score(name, cell["seconds"], "s", "", None, goal, True)
 
 
+AGENTS = ("--tools", "0", "1", "3", "--bounds", "2", "--groups", "32", "--step-seconds", "4")
 BENCHMARKS = (
     Benchmark("sample_flow", of_sample_flow, ["--quick"]),
     Benchmark("rollout", of_rollout, ["--smoke"]),
@@ -143,7 +144,7 @@ BENCHMARKS = (
     Benchmark("grpo_step", of_grpo_step, ["--steps", "1", "--peer", "plain"]),
     Benchmark("weight_sync", of_weight_sync, ["--smoke"]),
     Benchmark("overlap", of_overlap, ["--smoke"]),
-    Benchmark("agents", of_agents, ["--smoke"], ["--tools", "1", "3", "--bounds", "0", "2", "4"]),
+    Benchmark("agents", of_agents, ["--smoke"], AGENTS),
     Benchmark("wire", of_wire, ["--smoke"]),
     Benchmark(
         "weights_to_nodes",

@@ -242,8 +242,9 @@ class RolloutEngine(Protocol):
         """Policy version of the weights that make the next token."""
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
-        """Add all of ``requests`` to the running batch, in this order, and yield each response as
-        it ends.
+        """Add all of ``requests`` to the running batch, and yield each response as it ends. Where
+        some have to wait, those with ``begun`` should start first, the lowest group first, and the
+        others in this order.
 
         Several calls may be in flight together. Closing the iterator (``aclose``) or cancelling its
         consumer aborts the responses that were not yielded. An error inside the engine is raised by

@@ -7,8 +7,9 @@ consumer closes it, is cancelled or drops it ──▶ abort(responses), once: t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -20,6 +21,25 @@ from stages.engines.protocols import (
     ResponseFailed,
     Token,
 )
+
+
+class Waiting(Protocol):
+    """A row that waits for an engine. ``begun``: tokens of earlier requests."""
+
+    @property
+    def request(self) -> GroupRequest: ...
+    @property
+    def begun(self) -> int: ...
+
+
+Row = TypeVar("Row", bound=Waiting)
+
+
+def by_urgency(waiting: Iterable[Row]) -> deque[Row]:
+    """Return rows that wait for an engine in the order in which it should start them: those that go
+    on with a response first, the oldest group first, as optimizer steps wait for them; then the
+    others, as they came."""
+    return deque(sorted(waiting, key=lambda row: (0, row.request.group) if row.begun else (1, 0)))
 
 
 class ResponseInProgress:

@@ -1,7 +1,7 @@
 """Mock engines, without a model: outputs are random but fixed by the seed, durations follow a model
 of latency.
 
-    generate ──▶ waiting (FIFO) ── one of max_rows slots is free ──▶ decoding ── all tokens made ──▶ Completion
+    generate ──▶ waiting (begun rows first) ── one of max_rows slots is free ──▶ decoding ── all tokens made ──▶ Completion
                                                                         │
                  one clock for all rows: tokens made per row, d(clock)/dt = row_rate · min(1, saturation_rows / rows)
 
@@ -42,7 +42,7 @@ from stages.engines.protocols import (
     RequestRefused,
     SwapTimes,
 )
-from stages.engines.responses import Responses
+from stages.engines.responses import Responses, by_urgency
 from stages.flow.catalogue import TEACHER_IDS, TEACHER_LOGPROBS
 from stages.flow.declarations import IN_TRAINING, token_shape
 
@@ -107,7 +107,7 @@ class MockRolloutEngine:
             self._row(request, place, stream) for request in requests for place in request.places
         ]
         self._advance()
-        self._waiting.extend(rows)
+        self._waiting = by_urgency([*self._waiting, *rows])
         self._admit()
         self._arm()
         return stream

@@ -55,6 +55,8 @@ from stages.engines.vllm.rows import (
 from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT, Landed, VllmWeights
 from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
 
+# the priority of a response without tokens: those that go on come first, the oldest group first
+NEW = 2**31 - 1
 SHUTDOWN_SECONDS = 30.0  # for vLLM's processes to end by themselves, before they are killed
 
 
@@ -133,6 +135,7 @@ class VllmRolloutEngine:
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=max_model_len,
             max_num_seqs=max_rows,
+            scheduling_policy="priority",  # that of each request below
             block_size=block_size,
             kv_cache_memory_bytes=kv_cache_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -355,7 +358,11 @@ class VllmRolloutEngine:
         asked = (prompt, sampling_params(self._vllm, row), row.request_id)
         # vLLM counts the versions of the engine's own weights
         counts_versions = self._vllm.counts_versions and not adapters
-        async with aclosing(self._llm.generate(*asked, lora_request=loaded.request)) as outputs:
+        options = {
+            "lora_request": loaded.request,
+            "priority": row.request.group if row.tokens else NEW,
+        }
+        async with aclosing(self._llm.generate(*asked, **options)) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]
                 present = self._loaded(adapters)

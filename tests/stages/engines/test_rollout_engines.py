@@ -19,7 +19,12 @@ from stages.engines.mock.options import MockRolloutOptions
 from stages.engines.protocols import Completion, EngineMissing, GroupRequest, RolloutEngine
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.rollout import TorchRolloutEngine
-from tests.stages.engines.contract_rollout import ModelContract, RolloutContract, SleepContract
+from tests.stages.engines.contract_rollout import (
+    ModelContract,
+    RolloutContract,
+    SleepContract,
+    order_of_ends,
+)
 from tests.stages.engines.echo import EchoRolloutEngine
 
 
@@ -151,3 +156,15 @@ def test_without_vllm_its_engine_names_the_install_command() -> None:
     ):
         rollout_engine(recipe, version=0)
     assert issubclass(EngineMissing, Fatal)  # no worker is started again for it
+
+
+@pytest.mark.parametrize("kind", ["torch", "mock"])
+async def test_what_goes_on_starts_before_what_is_new(kind: str) -> None:
+    if kind == "torch":
+        engine: RolloutEngine = TorchRolloutEngine(llama(0), Letters(), max_rows=1)
+    else:
+        engine = MockRolloutEngine(
+            MockRolloutOptions(median_tokens=8, sigma=0, row_rate=500, max_rows=1)
+        )
+    assert await order_of_ends(engine) == [3, 5, 1]
+    await engine.close()

@@ -1,6 +1,6 @@
 """The continuous batch of the torch rollout engine, as its compute thread sees it.
 
-    waiting rows (first in, first out) ─▶ admit: prefill new prompts, extend rows that have tokens, draw one ─▶ rows
+    waiting rows (begun ones first) ─▶ admit: prefill new prompts, extend rows that have tokens, draw one ─▶ rows
     rows ─▶ decode: one token of each ─▶ ended rows leave and are delivered; those of a turn rest
 
 Nothing here is thread-safe: one thread makes all calls. A turn depends on the queue and the rows
@@ -39,7 +39,7 @@ from stages.engines.protocols import (
     Token,
 )
 from stages.engines.response_text import Decodes
-from stages.engines.responses import response_failed
+from stages.engines.responses import by_urgency, response_failed
 from stages.engines.torch.decoding.adapters import OWN
 from stages.engines.torch.decoding.beginnings import Beginnings, warn_of_one_by_one
 from stages.engines.torch.decoding.decoder import NOT_FINITE, TorchDecoder
@@ -102,7 +102,7 @@ class ContinuousBatch:
     def submit(self, rows: Sequence[ResponseRow]) -> None:
         for row in rows:
             self._beginnings.share_group(row)
-        self.waiting.extend(rows)
+        self.waiting = by_urgency([*self.waiting, *rows])
         for name in {row.request.adapters for row in rows} - self.versions.keys():
             self._fail_adapters(name)
 

@@ -32,7 +32,12 @@ from stages.model.load import load_model, load_tokenizer, model_folder
 from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
 from stages.weights.transport.network import Credentials, WeightSender
 from stages.weights.transport.store import WeightStore
-from tests.stages.engines.contract_rollout import ModelContract, collect, new_processes
+from tests.stages.engines.contract_rollout import (
+    ModelContract,
+    collect,
+    new_processes,
+    order_of_ends,
+)
 
 pytestmark = pytest.mark.timeout(900)
 TOKENIZER = load_tokenizer("smollm2")
@@ -199,6 +204,14 @@ class TestVllm(OnSmolLM2):
     ) -> None:
         with pytest.raises(ValueError, match=complaint):
             engine.generate([self.ask(0, **params)])
+
+
+async def test_what_goes_on_starts_before_what_is_new() -> None:
+    engine = await TestVllm().build(0, max_rows=1)
+    try:
+        assert await order_of_ends(engine) == [3, 5, 1]
+    finally:
+        await engine.close()
 
 
 async def test_a_swap_that_computes_again_leaves_nothing_of_the_old_weights() -> None:
