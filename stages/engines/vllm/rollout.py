@@ -44,7 +44,13 @@ from stages.engines.protocols import (
 from stages.engines.responses import Responses, engine_failed, response_failed
 from stages.engines.vllm.adapter_sets import AdapterRoom, LoadedSet, VllmAdapterSets
 from stages.engines.vllm.adapters import VllmAdapters
-from stages.engines.vllm.library import engine_arguments, import_vllm, pause, vllm_environment
+from stages.engines.vllm.library import (
+    WatchedLLM,
+    engine_arguments,
+    import_vllm,
+    pause,
+    vllm_environment,
+)
 from stages.engines.vllm.rows import (
     VllmRow,
     check_request,
@@ -151,8 +157,10 @@ class VllmRolloutEngine:
             **self._sets.arguments(),
         )
         with vllm_environment(threads):
-            self._llm = self._vllm.AsyncLLM.from_engine_args(
-                engine_arguments(self._vllm, fixed_arguments, arguments or {})
+            self._llm = WatchedLLM(
+                self._vllm.AsyncLLM.from_engine_args(
+                    engine_arguments(self._vllm, fixed_arguments, arguments or {})
+                )
             )
         self.context: int = self._llm.model_config.max_model_len
         self._vocabulary = self._llm.model_config.get_vocab_size()

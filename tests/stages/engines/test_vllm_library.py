@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from pipeline.compat import extras
-from stages.engines.protocols import EngineMissing, GroupRequest, SamplingParams, Token
+from stages.engines.protocols import (
+    EngineFailed,
+    EngineMissing,
+    GroupRequest,
+    SamplingParams,
+    Token,
+)
 from stages.engines.responses import Responses
 from stages.engines.vllm import library
 from stages.engines.vllm.rows import VllmRow
@@ -186,3 +192,32 @@ async def test_a_swap_waits_for_the_tokens_made_before_it_where_vllm_does_not_co
             assert (core.received == [[0, 1, 2, 3, 4]] * 7) == complete
             for task in tasks:
                 task.cancel()
+
+
+class DyingLLM:
+    """Its engine core ends while it loads adapters."""
+
+    errored = False
+    name = "small"
+
+    async def add_lora(self, answer: bool) -> bool:
+        if not answer:
+            self.errored = True
+            await asyncio.Event().wait()
+        return answer
+
+    async def remove_lora(self, number: int) -> None:
+        raise OSError("gone")
+
+
+async def test_a_call_ends_when_the_engine_core_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "LOOK_SECONDS", 0.01)
+    llm = library.WatchedLLM(DyingLLM())
+    assert llm.name == "small"
+    assert await llm.add_lora(True)
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineFailed, match="engine core has ended during add_lora"):
+            await llm.add_lora(False)
+    assert llm.errored
+    with pytest.raises(EngineFailed, match=r"OSError\('gone'\)"):
+        await llm.remove_lora(1)
