@@ -54,6 +54,7 @@ from stages.engines.vllm.library import (
 from stages.engines.vllm.rows import (
     VllmRow,
     check_request,
+    priority,
     prompt_logprobs,
     sampling_params,
     scored_prompt,
@@ -61,8 +62,6 @@ from stages.engines.vllm.rows import (
 from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT, Landed, VllmWeights
 from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
 
-# the priority of a response without tokens: those that go on come first, the oldest group first
-NEW = 2**31 - 1
 SHUTDOWN_SECONDS = 30.0  # for vLLM's processes to end by themselves, before they are killed
 
 
@@ -366,10 +365,7 @@ class VllmRolloutEngine:
         asked = (prompt, sampling_params(self._vllm, row), row.request_id)
         # vLLM counts the versions of the engine's own weights
         counts_versions = self._vllm.counts_versions and not adapters
-        options = {
-            "lora_request": loaded.request,
-            "priority": row.request.group if row.tokens else NEW,
-        }
+        options = {"lora_request": loaded.request, "priority": priority(row)}
         async with aclosing(self._llm.generate(*asked, **options)) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]

@@ -16,6 +16,8 @@ from stages.engines.protocols import GroupRequest, RequestRefused, Token
 from stages.engines.responses import ResponseInProgress, Responses
 from stages.engines.vllm.adapter_sets import LoadedSet
 
+NEW = 2**31 - 1  # the priority of a response without tokens
+
 
 class VllmRow(ResponseInProgress):
     """One response in progress: the tokens that vLLM has made of it, and the request that makes the
@@ -161,6 +163,12 @@ def check_request(
     if filters and is_tempered and not params.raw_logprobs:
         fix = "an engine made with filters=True gives logprobs at temperature 0 or 1"
         raise refused("temperature", f"{params}", fix)
+
+
+def priority(row: VllmRow) -> int:
+    """Return vLLM's priority of ``row``, the lower the earlier: responses that go on come before new
+    ones, the oldest group first."""
+    return row.request.group if row.tokens else NEW
 
 
 def sampling_params(vllm: Any, row: VllmRow) -> Any:
