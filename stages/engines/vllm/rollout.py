@@ -365,8 +365,8 @@ class VllmRolloutEngine:
         asked = (prompt, sampling_params(self._vllm, row), row.request_id)
         # vLLM counts the versions of the engine's own weights
         counts_versions = self._vllm.counts_versions and not adapters
-        options = {"lora_request": loaded.request, "priority": priority(row)}
-        async with aclosing(self._llm.generate(*asked, **options)) as outputs:
+        answers = self._llm.generate(*asked, lora_request=loaded.request, priority=priority(row))
+        async with aclosing(answers) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]
                 present = self._loaded(adapters)
