@@ -27,7 +27,7 @@ SECONDS = 300.0
 SMALL, BASE, LARGE = "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.6-35B-A3B"
 KIMI = "moonshotai/Kimi-K2.6"
 GSM8K = "openai/gsm8k"
-# What is on the hub a configuration of this name is one by this file in a folder.
+# The data set's configuration `main`, as a folder defines it.
 GSM8K_CARD = """---
 configs:
 - config_name: main
