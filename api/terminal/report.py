@@ -407,12 +407,12 @@ def _trajectories_text(figures: dict[str, Any]) -> str:
 def _drafts_text(counts: Mapping[str, float]) -> str:
     """
     >>> _drafts_text({"drafted_tokens": 1200, "held_tokens": 810})
-    '810 of 1,200 tokens that were looked up held'
+    '810 of 1,200 drafted tokens were drawn'
     """
     if not counts:
         return ""
     drafted, held = counts["drafted_tokens"], counts["held_tokens"]
-    return f"{held:,.0f} of {drafted:,.0f} tokens that were looked up held"
+    return f"{held:,.0f} of {drafted:,.0f} drafted tokens were drawn"
 
 
 def _mean(values: Sequence[float]) -> float | None:
