@@ -405,7 +405,8 @@ def _trajectories_text(figures: dict[str, Any]) -> str:
 
 
 def _drafts_text(counts: Mapping[str, float]) -> str:
-    """
+    """Return the counts of drafts in one line.
+
     >>> _drafts_text({"drafted_tokens": 1200, "held_tokens": 810})
     '810 of 1,200 drafted tokens were drawn'
     """

@@ -313,8 +313,8 @@ class StageEvent(EventData, kind="stage"):
     drafts: Annotated[
         Mapping[str, float],
         Doc(
-            "Of a rollout stage whose engine drafts: the `drafted_tokens` that it looked up so "
-            "far, and the `held_tokens` of them, which were drawn."
+            "Of a rollout worker whose engine drafts: `drafted_tokens`, the tokens drafted so far, "
+            "and `held_tokens`, those of them that were sampled."
         ),
     ] = field(default_factory=dict)
 

@@ -100,8 +100,11 @@ def ascend_config() -> dict[str, Any]:
 
 
 class WatchedLLM:
-    """vLLM's ``AsyncLLM``, whose coroutines raise EngineFailed when its engine core has ended. vLLM
-    ends its requests then, but whoever waits for another call of the core waits for ever."""
+    """vLLM's ``AsyncLLM``. Its coroutines raise EngineFailed when the engine core has ended.
+
+    vLLM itself fails only the requests in flight when its core dies. The future of any other call,
+    such as ``add_lora``, never completes.
+    """
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm

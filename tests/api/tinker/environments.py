@@ -20,8 +20,8 @@ from pipeline.locks import locked
 CACHE = Unix("asyncdock").user_cache_path / "tests"
 SECONDS = 900.0  # for an installation
 READY = "ready"  # a file in what is complete
-# How a program ends that has done its work. One in 36 clients, with no server killed, was aborted as
-# its interpreter ended, after its last line and without a word (SDK 0.38, Python 3.11).
+# Exit codes of a program that has done its work. A client is sometimes aborted while its interpreter
+# ends, after its last line and without a message (SDK 0.38, Python 3.11).
 ENDS = (0, -signal.SIGABRT)
 # Last on the path of a program: the packages of the tests. The cache serves several checkouts, so
 # this is no part of an environment.
