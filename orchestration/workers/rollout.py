@@ -201,6 +201,7 @@ def make_rollout(
         replace(sampling, budget=recipe.rollout.budget),
         seed=recipe.seed,
         group_size=size,
+        groups_per_step=recipe.train.groups_per_step,
         most_rows=0 if recipe.prompts.responses else max(recipe.rollout.max_rows, step_rows),
         parks_stragglers=recipe.rollout.straggler == "park",
         environment=ENVIRONMENT if recipe.has_environment else "",

@@ -81,6 +81,7 @@ class Rollout(Stage):
         *,
         seed: int,
         group_size: int,
+        groups_per_step: int,
         most_rows: int,
         first_rows: int | None = None,
         parks_stragglers: bool = False,
@@ -99,6 +100,7 @@ class Rollout(Stage):
         self.params = params
         self.seed = seed
         self._group_size = group_size
+        self._groups_per_step = groups_per_step
         self._most_rows = most_rows
         self._first_rows = first_rows  # None after the first claim
         # claims nothing while it is set (an evaluation that must not share its batch)
@@ -140,7 +142,16 @@ class Rollout(Stage):
             progress = {place: path for place, path in progress.items() if len(path.token_ids)}
             wanted = tuple(place for place, _ in rows_of)
             requests.append(
-                GroupRequest(group, wanted, prompt, params, seed, progress, self._continues)
+                GroupRequest(
+                    group,
+                    wanted,
+                    prompt,
+                    params,
+                    seed,
+                    progress,
+                    self._continues,
+                    step=1 + group // self._groups_per_step,
+                )
             )
         ended: asyncio.Queue[Completion | None] = asyncio.Queue()
         submitted = time.monotonic()
