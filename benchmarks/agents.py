@@ -3,6 +3,7 @@ engine.
 
     python -m benchmarks.agents [--tools 0 1 3] [--bounds 0 1 2] [--steps 16] [--json FILE]
     python -m benchmarks.agents --sessions 1000
+    python -m benchmarks.agents --workers 2 --groups 32 --step-seconds 4
     python -m benchmarks.agents --turn
     python -m benchmarks.agents --smoke
 
@@ -101,7 +102,7 @@ def tool_times(seconds: float, seed: int) -> list[float]:
 class Workload:
     """``tools``: seconds of a tool, as a multiple of a turn's in the engine. ``step_seconds``: what
     the engine needs for a step's average turns, and the trainer too, a tenth of it for the step and
-    the rest by tokens."""
+    the rest by tokens. ``workers``: of rollout, each with its part of the slots."""
 
     tools: float = 1.0
     steps: int = 16
@@ -109,6 +110,7 @@ class Workload:
     groups: int = 16
     group_size: int = 8
     slots: int = 64
+    workers: int = 1
     median: float = 16.0  # tokens of a turn
     longest: int = 96
     step_seconds: float = 2.0
@@ -146,7 +148,7 @@ class Workload:
 
     def recipe(self, bound: int) -> Recipe:
         decode = {
-            "saturation_rows": self.slots,
+            "saturation_rows": self.slots // self.workers,
             "row_rate": self.row_rate,
             "prefill_rate": 1e7,
             "median_tokens": self.median,
@@ -167,7 +169,8 @@ class Workload:
                 },
                 "rollout": {
                     "engine": "mock",
-                    "max_rows": self.slots,
+                    "workers": self.workers,
+                    "max_rows": self.slots // self.workers,
                     "max_tokens": self.longest + 1,
                     "mock": decode,
                 },
@@ -307,6 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--groups", type=int, default=16, help="of a step, each of 8 trajectories")
     parser.add_argument("--step-seconds", type=float, default=2.0)
+    parser.add_argument("--workers", type=int, default=1, help="rollout workers that share slots")
     parser.add_argument("--sessions", type=int, default=0, help="so many trajectories at a time")
     parser.add_argument("--turn", action="store_true", help="only what a turn costs")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: whether it works")
@@ -314,7 +318,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     configure()
     workload = Workload(
-        steps=options.steps, groups=options.groups, step_seconds=options.step_seconds
+        steps=options.steps,
+        groups=options.groups,
+        workers=options.workers,
+        step_seconds=options.step_seconds,
     )
     if options.smoke:
         workload = Workload(steps=4, margin=1, groups=2, group_size=4, slots=8, step_seconds=0.1)

@@ -178,7 +178,7 @@ class Claims(Calls):
         self,
         stage: str,
         worker: str,
-        most: int,
+        most: float,
         lease: float,
         version: int | None = None,
         home: int = 0,
@@ -188,7 +188,7 @@ class Claims(Calls):
         wait: Wait | None = None,
     ) -> Claim | Nothing:
         """Lease up to ``most`` ready rows (or groups) for ``lease`` seconds, those on warehouse
-        ``home`` first.
+        ``home`` first. A parked row counts as its share of a group.
 
         Returns Nothing while fewer than ``least`` are ready. ``version`` is the policy version of a
         generating stage, which limits the groups that it may take. A ``patient`` claim leaves rows

@@ -218,7 +218,7 @@ class Dock:
         return self.writer.put(rows, samples)
 
     async def claim(
-        self, stage: str, most: int, *, version: int | None = None, timeout: float = 0.0
+        self, stage: str, most: float, *, version: int | None = None, timeout: float = 0.0
     ) -> Claim | None:
         """Lease up to ``most`` rows (groups, for stages that take groups), waiting up to
         ``timeout`` seconds for some."""
@@ -234,7 +234,7 @@ class Dock:
         return outcome
 
     async def try_claim(
-        self, stage: str, most: int, *, version: int | None = None, wait: Wait | None = None
+        self, stage: str, most: float, *, version: int | None = None, wait: Wait | None = None
     ) -> Claim | Nothing:
         """Lease up to ``most`` rows that are ready now, or when ``wait`` has ended."""
         return await self.index.claim(
@@ -245,7 +245,7 @@ class Dock:
         self,
         nothing: Nothing,
         stage: str,
-        most: int,
+        most: float,
         *,
         version: int | None = None,
         timeout: float,

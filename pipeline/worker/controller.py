@@ -45,9 +45,9 @@ class Stage(Protocol):
     name: str
     fetches: tuple[str, ...]
 
-    def room(self, held: int) -> int:
+    def room(self, held: int) -> float:
         """Return how many more rows (or groups) to claim now, while ``held`` rows are not yet
-        committed; 0: none."""
+        committed; 0: none. A part of a group is room for rows of it that were parked."""
 
     def version(self) -> int | None:
         """Return the policy version that a generating stage has loaded; None for other stages."""
@@ -89,6 +89,7 @@ class Controller:
         self._has_room = asyncio.Event()  # perhaps
         # of the last claim: it left nothing that could be claimed
         self._nothing: Nothing | None = None
+        self._has_whole_room = False  # the last claim had room for a row or a whole group
         self.on_nothing: Callable[[], None] = lambda: None  # called when a claim found nothing
         # called when all claimed rows are finished, after a stop
         self.on_end: Callable[[], None] = lambda: None
@@ -102,7 +103,7 @@ class Controller:
     @property
     def is_idle(self) -> bool:
         """Whether nothing was left to claim."""
-        return self._nothing is not None
+        return self._nothing is not None and self._has_whole_room
 
     def wake(self) -> None:
         """Claim again: the stage's room or version has changed."""
@@ -156,20 +157,27 @@ class Controller:
         self._has_room.clear()
         stage = self.stage
         room = stage.room(self.held)
-        if room < 1:
+        if room <= 0:
             await self._has_room.wait()
             return None
+        self._has_whole_room = room >= 1
         nothing = self._nothing
         if nothing is None:
             outcome = await self.dock.try_claim(stage.name, room, version=stage.version())
         else:
             outcome = await self._claim_after(nothing, room)
         self._nothing = outcome.rest if isinstance(outcome, Claim) else outcome
-        if self._nothing is not None:
+        if self.is_idle:
             self.on_nothing()
         return outcome if isinstance(outcome, Claim) else None
 
-    async def _claim_after(self, nothing: Nothing, room: int) -> Claim | Nothing:
+    def _free(self) -> None:
+        """Claim again if there was no room for it."""
+        self._has_room.set()
+        if not self._has_whole_room and self.stage.room(self.held) >= 1:
+            self.wake()
+
+    async def _claim_after(self, nothing: Nothing, room: float) -> Claim | Nothing:
         """Wait until there may be something, and claim it."""
         stage = self.stage
         self._woken = asyncio.get_running_loop().create_future()
@@ -199,7 +207,7 @@ class Controller:
                 try:
                     async for output in outputs:
                         await self._commit(claim, output)
-                        self._has_room.set()
+                        self._free()
                 finally:
                     await outputs.aclose()
             if self._stopping and claim.token not in self._settled and self._held[claim.token] > 0:
@@ -213,7 +221,7 @@ class Controller:
             self._tasks.pop(claim.token, None)
             self._held.pop(claim.token, None)
             self._settled.discard(claim.token)
-            self._has_room.set()
+            self._free()
 
     async def _commit(self, claim: Claim, output: Output) -> None:
         if output.ends_lease:

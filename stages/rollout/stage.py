@@ -91,8 +91,9 @@ class Rollout(Stage):
         self.dock = dock
         self._environment = environment
         self._together = together
-        # where no bit may depend on a restart, each turn computes all of its tokens
-        self._continues = bool(environment) and not together
+        # rows are claimed one by one, and turns go on with kept keys and values; not where no bit may
+        # depend on time or on a restart
+        self._moves_alone = bool(environment) and not together
         self._computed_again = 0
         self._drafts = Counter[str]()
         self._lengths = deque[int](maxlen=RECENT if parks_stragglers else 0)
@@ -108,13 +109,14 @@ class Rollout(Stage):
         self.leaving = False  # the engine is closed; rows without a token go back to the index
         self.device = DeviceLease()
 
-    def room(self, held: int) -> int:
+    def room(self, held: int) -> float:
         if self.held_back or not self.device.may_generate:
             return 0
         most = (
             self._most_rows if self._first_rows is None else min(self._first_rows, self._most_rows)
         )
-        return (most - held) // self._group_size
+        groups = (most - held) / self._group_size
+        return groups if self._moves_alone else math.floor(groups)
 
     def version(self) -> int | None:
         return self.engine.version
@@ -149,7 +151,7 @@ class Rollout(Stage):
                     params,
                     seed,
                     progress,
-                    self._continues,
+                    self._moves_alone,
                     step=1 + group // self._groups_per_step,
                 )
             )

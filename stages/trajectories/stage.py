@@ -83,8 +83,8 @@ class Environments(Stage):
         self._end_token = end_token
         self._returns = asyncio.ALL_COMPLETED if together else asyncio.FIRST_COMPLETED
 
-    def room(self, held: int) -> int:
-        return (self._concurrency - held) // self._group_size
+    def room(self, held: int) -> float:
+        return (self._concurrency - held) / self._group_size
 
     def figures(self) -> Mapping[str, Any]:
         trajectories = self.trajectories

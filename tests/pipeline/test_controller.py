@@ -46,7 +46,7 @@ class Double:
         self.gate.set()
         self.fail: Callable[[int], None] = lambda number: None
 
-    def room(self, held: int) -> int:
+    def room(self, held: int) -> float:
         return self.most - held
 
     def version(self) -> int | None:
@@ -289,6 +289,45 @@ async def test_what_follows_a_step_may_outlast_its_lease(index: Index, tmp_path:
     reports = [event.data["step"] for event in await index.events() if event.kind == "step"]
     assert reports == [1, 2]
     assert controller.rows == 4
+
+
+class InGroups(Double):
+    """Has room for so many rows of groups of two."""
+
+    def room(self, held: int) -> float:
+        return super().room(held) / 2
+
+
+async def test_a_part_of_a_group_is_room_for_a_row_that_was_parked(
+    index: Index, tmp_path: Path
+) -> None:
+    double = StageSpec("double", "groups", SCHEMA.mask(["number"]), SCHEMA.mask(["doubled"]))
+    counters = {"published": 0, "trained": 0, "admitted": 0}
+    await index.init(RunConfig((double, *STAGES[1:]), 100, 0, 1, 0), counters)
+    dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, lease=30)
+    await dock.join(1 << 20)
+
+    async def admit_group(group: int) -> None:
+        await dock.admit([(group, 2)], {"number": torch.tensor([group])})
+
+    await admit_group(0)
+    other = await dock.claim("double", 1)
+    assert other is not None
+    stage = InGroups(most=3)
+    stage.gate.clear()
+    controller = Controller(dock, stage)
+    running = asyncio.create_task(controller.run())
+    await admit_group(1)
+    await until(lambda: stage.claimed == [[1, 1]], "a group has room")
+    await admit_group(2)
+    progress = {"doubled": torch.tensor([1])}
+    await dock.park(other, [1], progress, generated=[(0, 1)])
+    await until(lambda: stage.claimed == [[1, 1], [0]], "so has a row")
+    assert not controller.is_idle
+    stage.gate.set()
+    await until(lambda: sorted(stage.done) == [0, 1, 1, 2, 2], "the group that waited for room")
+    await until(lambda: controller.is_idle, "nothing is left")
+    await finish(controller, running)
 
 
 async def test_pause_claims_nothing_and_resume_goes_on(dock: Dock) -> None:

@@ -375,7 +375,7 @@ define('claim', function(run, a)
   local stage = stage_of(cfg, a.stage)
   reap(run, cfg, stage, t)
   if call('SREM', run .. 'forgotten', a.worker) == 1 and a.waits then return wait_for(run, stage, stage.name, 1, t) end
-  local taken, n, home, due, parked, most = {}, 0, nil, nil, {}, a.most
+  local taken, n, home, due, parked, most = {}, 0, nil, nil, {}, floor(a.most)
   local several = stage.takes ~= 'batch' and value(run, 'warehouses') > 1
   local patient, topic = several and a.patient and a.home > 0, stage.name
   if patient then
@@ -384,7 +384,7 @@ define('claim', function(run, a)
   end
   local limit = a.version and gate(run, cfg, a.version)
   if stage.takes == 'groups' and value(run, 'parked:' .. stage.name) > 0 then
-    parked, most, due = take_parked(run, cfg, stage, most, limit, a.worker, t)
+    parked, most, due = take_parked(run, cfg, stage, a.most, limit, a.worker, t)
   end
   if value(run, 'ready:' .. stage.name) < (a.least or 1) then
     taken, n = {}, 0

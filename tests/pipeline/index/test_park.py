@@ -70,7 +70,7 @@ async def admit(dock: Dock, *groups: int, samples: int = 4) -> None:
     )
 
 
-async def claim(dock: Dock, most: int = 100, version: int = 0, timeout: float = 0.0) -> Claim:
+async def claim(dock: Dock, most: float = 100, version: int = 0, timeout: float = 0.0) -> Claim:
     found = await dock.claim("rollout", most, version=version, timeout=timeout)
     assert found is not None
     return found
@@ -167,6 +167,18 @@ async def test_parked_rows_come_first_and_each_takes_its_share_of_a_group(
         (1, 3),
     ]
     assert (await b.begun(found, ["response"]))[0] == [0]
+
+
+async def test_a_part_of_a_group_is_room_for_parked_rows_alone(nodes: tuple[Dock, Dock]) -> None:
+    a, b = nodes
+    await admit(a, 0)
+    first = await claim(a)
+    await admit(a, 1)
+    assert await b.claim("rollout", 0.75, version=0) is None
+    await park(a, first, [0, 1, 2], 5)
+    assert [row.place for row in (await claim(b, 0.5)).rows] == [0, 1]
+    assert [(row.group, row.place) for row in (await claim(b, 1.0)).rows] == [(0, 2)]
+    assert [row.group for row in (await claim(b, 1.75)).rows] == [1] * 4
 
 
 async def test_a_parked_row_goes_to_no_engine_that_may_not_touch_its_group(
