@@ -22,14 +22,12 @@ import asyncio
 import itertools
 import json
 import math
-import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ import torch
 from benchmarks import needs
 from benchmarks.executed import executed
 from orchestration.logs import configure
+from orchestration.processes.pool import spawned_pool
 from orchestration.recipe.loading.load import parse_recipe
 from stages.model.load import load_model
 from stages.samples.reading import groups
@@ -189,7 +188,7 @@ def measured_steps(steps: int, bound: int | None) -> list[tuple[float, float]]:
 
 def in_a_process(steps: int, bound: int | None) -> list[tuple[float, float]]:
     """Return :func:`measured_steps` of a process whose memory is free again afterwards."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+    with spawned_pool(1) as executor:
         return executor.submit(measured_steps, steps, bound).result()
 
 

@@ -23,12 +23,11 @@ import argparse
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +40,7 @@ from rich.table import Table
 from orchestration.comparison.curves import estimate, t_quantile
 from orchestration.comparison.results import RunResult, read_run
 from orchestration.logs import configure
+from orchestration.processes.pool import spawned_pool
 from orchestration.recipe.loading.load import read_recipe, shorten_warmup
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
@@ -344,8 +344,7 @@ def processes(count: int) -> Iterator[Executor | None]:
     if count == 1:
         yield None
         return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=spawn) as pool:
+    with spawned_pool(count) as pool:
         yield pool
 
 

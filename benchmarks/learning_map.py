@@ -35,9 +35,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
@@ -45,6 +44,7 @@ from rich.table import Table
 
 from benchmarks.learning import Trial, markdown, read_trials, trial, write_trials
 from orchestration.logs import configure
+from orchestration.processes.pool import spawned_pool
 from orchestration.recipe.loading.load import load_recipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -184,8 +184,7 @@ def measure(options: argparse.Namespace, trials: list[Trial]) -> None:
     end = time.monotonic() + 60 * options.minutes
     todo = iter(waiting)
     running: dict[Future[Trial], Cell] = {}
-    spawn = get_context("spawn")
-    with ProcessPoolExecutor(options.at_once, spawn, max_tasks_per_child=PER_PROCESS) as pool:
+    with spawned_pool(options.at_once, PER_PROCESS) as pool:
         while True:
             while len(running) < options.at_once and time.monotonic() < end:
                 if (cell := next(todo, None)) is None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from orchestration.processes.pool import spawned_pool
 from pipeline.compat.extras import ExtraMissing, install, is_installed
 from stages.calls.interface import ServedBase
 
@@ -52,7 +51,7 @@ def describe_bases(
         raise ExtraMissing(
             f"peft is not installed, by which clients train adapters; {install('lora')}"
         )
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with spawned_pool(1) as pool:
         bases = list(pool.map(partial(_describe, folder, options), models))
     names = Counter(base.name for base in bases)
     if repeated := [name for name, count in names.items() if count > 1]:
