@@ -13,6 +13,8 @@ from stages.engines.torch.decoding.beginnings import warn_of_one_by_one
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import Made, ResponseRow, draw_next, read
 
+MOST_FAILED = 3  # forwards in a row, after which no further draft is made
+
 
 class DraftedSteps:
     """The steps of ``decoder`` in which rows have drafts."""
@@ -22,10 +24,13 @@ class DraftedSteps:
         self._decoder = decoder
         self._counts: list[int] = []  # of the tokens that each row was fed
         self._known: list[int] = []  # tokens of each row before
+        self._failed = 0  # forwards since the last good one
 
     def make(self, rows: Sequence[ResponseRow]) -> list[Sequence[Made]]:
         """Return the tokens that were made of each of ``rows``, at least one; none where no row has
-        a draft, or the forward fails."""
+        a draft, or the forward fails, or the last ones did."""
+        if self._failed == MOST_FAILED:
+            return []
         drafts = [
             self.drafts.of(row, len(rows))
             if row.processed is None and row.matcher is None
@@ -45,8 +50,10 @@ class DraftedSteps:
             ahead = [beyond for count in self._counts for beyond in range(count)]
             drawn = read(draw_next(of_each, self._decoder.decode_drafts(fed), ahead=ahead))
         except Exception as error:
+            self._failed += 1
             warn_of_one_by_one(error)
             return []
+        self._failed = 0
         tokens_of_rows = []
         for draft, tokens, count in zip(drafts, drafted, self._counts, strict=True):
             of_row, drawn = drawn[:count], drawn[count:]
