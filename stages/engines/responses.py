@@ -7,6 +7,7 @@ consumer closes it, is cancelled or drops it ──▶ abort(responses), once: t
 from __future__ import annotations
 
 import asyncio
+from bisect import insort
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Protocol, TypeVar
@@ -37,10 +38,11 @@ class Waiting(Protocol):
 Row = TypeVar("Row", bound=Waiting)
 
 
-def by_urgency(waiting: Iterable[Row]) -> deque[Row]:
-    """Return rows that wait for an engine in the order in which it should start them; equal ones as
-    they came."""
-    return deque(sorted(waiting, key=lambda row: urgency(row.request, row.place, row.begun)))
+def line_up(waiting: deque[Row], rows: Iterable[Row]) -> None:
+    """Insert ``rows`` into those that wait for an engine, in the order in which it should start
+    them; equal ones as they came."""
+    for row in rows:
+        insort(waiting, row, key=lambda row: urgency(row.request, row.place, row.begun))
 
 
 def urgency(request: GroupRequest, place: int, tokens: int) -> tuple[int, bool, int]:

@@ -42,7 +42,7 @@ from stages.engines.protocols import (
     RequestRefused,
     SwapTimes,
 )
-from stages.engines.responses import Responses, by_urgency
+from stages.engines.responses import Responses, line_up
 from stages.flow.catalogue import TEACHER_IDS, TEACHER_LOGPROBS
 from stages.flow.declarations import IN_TRAINING, token_shape
 
@@ -107,7 +107,7 @@ class MockRolloutEngine:
             self._row(request, place, stream) for request in requests for place in request.places
         ]
         self._advance()
-        self._waiting = by_urgency([*self._waiting, *rows])
+        line_up(self._waiting, rows)
         self._admit()
         self._arm()
         return stream

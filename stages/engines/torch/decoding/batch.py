@@ -39,7 +39,7 @@ from stages.engines.protocols import (
     Token,
 )
 from stages.engines.response_text import Decodes
-from stages.engines.responses import by_urgency, response_failed
+from stages.engines.responses import line_up, response_failed
 from stages.engines.torch.decoding.adapters import OWN
 from stages.engines.torch.decoding.beginnings import Beginnings, warn_of_one_by_one
 from stages.engines.torch.decoding.decoder import NOT_FINITE, TorchDecoder
@@ -102,7 +102,7 @@ class ContinuousBatch:
     def submit(self, rows: Sequence[ResponseRow]) -> None:
         for row in rows:
             self._beginnings.share_group(row)
-        self.waiting = by_urgency([*self.waiting, *rows])
+        line_up(self.waiting, rows)
         for name in {row.request.adapters for row in rows} - self.versions.keys():
             self._fail_adapters(name)
 
