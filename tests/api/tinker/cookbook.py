@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.api.tinker import environments
+from tests import environments
 
 ALONE = "tinker_cookbook==0.6.1"  # it names tml-renderers, which is not imported here
 NEEDED = (

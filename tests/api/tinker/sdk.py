@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.api.tinker import environments
+from tests import environments
 
 NEWEST = "0.38.0"
 VERSIONS = ("0.25.0", "0.30.4", "0.34.0", NEWEST)

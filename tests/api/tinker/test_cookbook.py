@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from orchestration.calls.bases import TOKENIZERS
-from tests.api.tinker import cookbook, environments
+from tests import environments
+from tests.api.tinker import cookbook
 from tests.api.tinker.test_sdks import Server
 from tests.ports import free_port
 

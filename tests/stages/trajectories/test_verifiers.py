@@ -1,7 +1,8 @@
 """Tasksets of verifiers, unmodified: which rows they make, and which are refused; the policy's turns
 are written by the tests.
 
-VERIFIERS: a clone of its repository, whose own tasksets are played too where it is given.
+VERIFIERS: its source distribution, unpacked, or a clone. verifiers' own tasksets of it are played
+too. ``test_verifiers_apart.py`` runs this file with both, in an environment of their own.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ pytestmark = pytest.mark.skipif(
     not is_installed("verifiers"), reason="verifiers is not installed: it wants an older openai"
 )
 OWN = Path(__file__).parents[1] / "environments" / "tasksets"
-CLONE = Path(os.environ.get("VERIFIERS", "/nonexistent")) / "environments"
+SOURCE = Path(os.environ.get("VERIFIERS", "/nonexistent")) / "tests" / "v1" / "fixtures"
 LIMITS = {"max_tokens": 60_000, "step_seconds": 120.0}
-needs_clone = pytest.mark.skipif(not CLONE.is_dir(), reason="VERIFIERS names no clone")
+needs_source = pytest.mark.skipif(not SOURCE.is_dir(), reason="VERIFIERS names no source")
 
 
 @pytest.fixture
 async def dock(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Dock]:
-    folders = [str(OWN), *map(str, CLONE.glob("*/"))]
+    folders = [str(OWN), str(SOURCE)]
     for folder in folders:
         monkeypatch.syspath_prepend(folder)
     # servers of tools are processes of their own
@@ -73,26 +74,36 @@ async def played(dock: Dock, taskset: str, task: int, turns: list[str]) -> dict[
         ("sums", 0, [called("nothing", "{}"), called("sums_add", '{"a": 1}'), "7"], 1.25),
         ("twice", 0, ["Yes.", "No."], 1.0),
         ("twice", 0, ["Yes.", "Yes."], 0.0),
-        pytest.param(
-            "glossary",
-            0,
-            [called("facts_lookup", '{"name": "ada lovelace"}'), "The first computer programmer."],
-            1.0,
-            marks=needs_clone,
-        ),
-        pytest.param(
-            "scratchpad",
-            2,
-            [called("scratchpad_roundtrip", '{"word": "charlie"}'), "charlie"],
-            1.0,
-            marks=needs_clone,
-        ),
     ],
 )
 async def test_a_taskset_is_played_with_its_tools_user_and_rewards(
     dock: Dock, taskset: str, task: int, turns: list[str], reward: float
 ) -> None:
     row = await played(dock, taskset, task, turns)
+    assert row["environment_reward"] == reward
+
+
+BUMP = called("counter_bump", "{}")
+
+
+@needs_source
+@pytest.mark.parametrize(
+    ("taskset", "turns", "reward"),
+    [
+        ("echo_v1", ["Hello, World!"], 1.0),
+        ("echo_v1", ["Goodbye."], 0.0),
+        ("echo_tool_v1", [called("echo_back", '{"message": "hello world"}'), "Done."], 1.0),
+        ("echo_tool_v1", ["hello world [ok-7f3]"], 0.0),
+        ("counter_tool_v1", [BUMP, BUMP, "<answer>done</answer>"], 1.0),
+        ("counter_tool_v1", [BUMP, "<answer>done</answer>"], 0.0),
+        ("echo_user_sim_v1", ["Hello world!", "What?"], 0.5),
+        ("echo_user_sim_v1", ["Hello world!", "Goodbye world!"], 1.0),
+    ],
+)
+async def test_tasksets_of_verifiers_are_played_as_they_are(
+    dock: Dock, taskset: str, turns: list[str], reward: float
+) -> None:
+    row = await played(dock, taskset, 0, turns)
     assert row["environment_reward"] == reward
 
 
@@ -109,7 +120,7 @@ async def test_what_a_tool_returns_is_an_observation(dock: Dock) -> None:
         ("pair", r"'pair' has the agents \['white', 'black'\], and one is trained"),
         ("boxed", "the tasks of 'boxed' need a container"),
         ("nothing_of_this_name", "taskset 'nothing_of_this_name' not found"),
-        pytest.param("kuhn_poker", "agents", marks=needs_clone),
+        pytest.param("duet_v1", r"the agents \['a', 'b'\]", marks=needs_source),
     ],
 )
 async def test_a_taskset_that_cannot_be_trained_is_refused_by_its_name(
