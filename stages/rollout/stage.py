@@ -91,8 +91,8 @@ class Rollout(Stage):
         self.dock = dock
         self._environment = environment
         self._together = together
-        # rows are claimed one by one, and turns go on with kept keys and values; not where no bit may
-        # depend on time or on a restart
+        # rows are claimed one by one, and turns go on with kept keys and values; neither where no
+        # bit may depend on time or on a restart
         self._moves_alone = bool(environment) and not together
         self._computed_again = 0
         self._drafts = Counter[str]()
