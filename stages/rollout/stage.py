@@ -62,7 +62,8 @@ RECENT = 256
 
 
 class Rollout(Stage):
-    """The rollout stage. ``most_rows``: responses that this worker holds at once, decoding or
+    """The rollout stage. ``groups_per_step``: of an optimizer step; the engine is told which step
+    each group is for. ``most_rows``: responses that this worker holds at once, decoding or
     waiting in the engine. ``first_rows``: of its first claim (default: as many), so that the first
     optimizer step does not wait for later ones. ``parks_stragglers``: a visit of a response ends
     after STRAGGLER times the mean length, as with ``params.budget``. The limit depends on other
