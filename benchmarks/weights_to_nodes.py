@@ -309,7 +309,6 @@ async def measure_swaps(replicas: int, at_once: int, seconds: float, home: Path)
                         SamplingParams(max_tokens=8),
                         seed=0,
                         group_size=1,
-                        groups_per_step=1,
                         most_rows=4,
                     ),
                     controls,

@@ -201,11 +201,11 @@ def make_rollout(
         replace(sampling, budget=recipe.rollout.budget),
         seed=recipe.seed,
         group_size=size,
-        groups_per_step=recipe.train.groups_per_step,
         most_rows=0 if recipe.prompts.responses else max(recipe.rollout.max_rows, step_rows),
         parks_stragglers=recipe.rollout.straggler == "park",
         environment=ENVIRONMENT if recipe.has_environment else "",
         together=recipe.moves_together,
+        claims_rows=recipe.has_environment and not recipe.moves_together and not is_alone,
         first_rows=-(-recipe.train.groups_per_step // recipe.replicas) * size,
     )
     if not prompts:

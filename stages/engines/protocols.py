@@ -115,8 +115,7 @@ class GroupRequest:
     will probably go on with the responses, so that an engine may keep their keys and values.
     ``is_repeated``: other requests have the same prompt, so that an engine may compute it once.
     ``adapters``: the name of a set that a :class:`MultiAdapterEngine` has, whose versions the
-    tokens then have; "": the engine's own weights. ``step``: the optimizer step that waits for the
-    responses; an engine starts those of an earlier step first.
+    tokens then have; "": the engine's own weights.
 
     ``group`` and ``places`` are returned unchanged on each completion. The tokens of a response
     depend only on the weights, the prompt, ``params`` and ``(seed, place)``, up to rounding that
@@ -132,7 +131,6 @@ class GroupRequest:
     is_continued: bool = False
     is_repeated: bool = False
     adapters: str = ""
-    step: int = 0
 
     def __post_init__(self) -> None:
         for place, begun in self.begun.items():

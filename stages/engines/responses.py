@@ -25,12 +25,10 @@ from stages.engines.protocols import (
 
 
 class Waiting(Protocol):
-    """The response at ``place`` that waits for an engine. ``begun``: tokens of earlier requests."""
+    """A row that waits for an engine. ``begun``: tokens of earlier requests."""
 
     @property
     def request(self) -> GroupRequest: ...
-    @property
-    def place(self) -> int: ...
     @property
     def begun(self) -> int: ...
 
@@ -40,17 +38,10 @@ Row = TypeVar("Row", bound=Waiting)
 
 def line_up(waiting: deque[Row], rows: Iterable[Row]) -> None:
     """Insert ``rows`` into those that wait for an engine, in the order in which it should start
-    them; equal ones as they came."""
+    them: those that go on with a response first, the oldest group first, as optimizer steps wait
+    for them; then the others, as they came."""
     for row in rows:
-        insort(waiting, row, key=lambda row: urgency(row.request, row.place, row.begun))
-
-
-def urgency(request: GroupRequest, place: int, tokens: int) -> tuple[int, bool, int]:
-    """Return a key for the response at ``place``, which has so many ``tokens``. The least key is
-    the most urgent: the earliest optimizer step; of it, turns that were cut; then trajectories with
-    the fewest tokens, as they have the most turns and tool calls before them."""
-    turn_start = request.turn_start(place)
-    return request.step, tokens == turn_start, turn_start + request.aside(place)
+        insort(waiting, row, key=lambda row: (0, row.request.group) if row.begun else (1, 0))
 
 
 class ResponseInProgress:

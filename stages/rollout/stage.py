@@ -62,14 +62,14 @@ RECENT = 256
 
 
 class Rollout(Stage):
-    """The rollout stage. ``groups_per_step``: of an optimizer step; the engine is told which step
-    each group is for. ``most_rows``: responses that this worker holds at once, decoding or
+    """The rollout stage. ``most_rows``: responses that this worker holds at once, decoding or
     waiting in the engine. ``first_rows``: of its first claim (default: as many), so that the first
     optimizer step does not wait for later ones. ``parks_stragglers``: a visit of a response ends
     after STRAGGLER times the mean length, as with ``params.budget``. The limit depends on other
     responses alone, and what is parked is continued, so it favours no length. ``environment``: the
     stage that answers each turn; "": a response is one turn. ``together``: turns that were claimed
-    together are handed on together, so that what is decoded together depends on no time."""
+    together are handed on together, so that what is decoded together depends on no time.
+    ``claims_rows``: parked rows are claimed also where less than a group has room."""
 
     name = "rollout"
     fetches: tuple[str, ...] = ()  # the prompts, packed
@@ -82,19 +82,19 @@ class Rollout(Stage):
         *,
         seed: int,
         group_size: int,
-        groups_per_step: int,
         most_rows: int,
         first_rows: int | None = None,
         parks_stragglers: bool = False,
         environment: str = "",
         together: bool = False,
+        claims_rows: bool = False,
     ) -> None:
         self.dock = dock
         self._environment = environment
         self._together = together
-        # rows are claimed one by one, and turns go on with kept keys and values; neither where no
-        # bit may depend on time or on a restart
-        self._moves_alone = bool(environment) and not together
+        self._claims_rows = claims_rows
+        # where no bit may depend on a restart, each turn computes all of its tokens
+        self._continues = bool(environment) and not together
         self._computed_again = 0
         self._drafts = Counter[str]()
         self._lengths = deque[int](maxlen=RECENT if parks_stragglers else 0)
@@ -102,7 +102,6 @@ class Rollout(Stage):
         self.params = params
         self.seed = seed
         self._group_size = group_size
-        self._groups_per_step = groups_per_step
         self._most_rows = most_rows
         self._first_rows = first_rows  # None after the first claim
         # claims nothing while it is set (an evaluation that must not share its batch)
@@ -117,7 +116,7 @@ class Rollout(Stage):
             self._most_rows if self._first_rows is None else min(self._first_rows, self._most_rows)
         )
         groups = (most - held) / self._group_size
-        return groups if self._moves_alone else math.floor(groups)
+        return groups if self._claims_rows else math.floor(groups)
 
     def version(self) -> int | None:
         return self.engine.version
@@ -145,16 +144,7 @@ class Rollout(Stage):
             progress = {place: path for place, path in progress.items() if len(path.token_ids)}
             wanted = tuple(place for place, _ in rows_of)
             requests.append(
-                GroupRequest(
-                    group,
-                    wanted,
-                    prompt,
-                    params,
-                    seed,
-                    progress,
-                    self._moves_alone,
-                    step=1 + group // self._groups_per_step,
-                )
+                GroupRequest(group, wanted, prompt, params, seed, progress, self._continues)
             )
         ended: asyncio.Queue[Completion | None] = asyncio.Queue()
         submitted = time.monotonic()

@@ -1,7 +1,7 @@
 """Mock engines, without a model: outputs are random but fixed by the seed, durations follow a model
 of latency.
 
-    generate ──▶ waiting (urgent rows first) ── one of max_rows slots is free ──▶ decoding ── all tokens made ──▶ Completion
+    generate ──▶ waiting (begun rows first) ── one of max_rows slots is free ──▶ decoding ── all tokens made ──▶ Completion
                                                                         │
                  one clock for all rows: tokens made per row, d(clock)/dt = row_rate · min(1, saturation_rows / rows)
 

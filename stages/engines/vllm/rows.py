@@ -13,10 +13,10 @@ from typing import Any
 from stages.engines.bounds import LEAST_VLLM
 from stages.engines.checks import check_request as check_basics
 from stages.engines.protocols import GroupRequest, RequestRefused, Token
-from stages.engines.responses import ResponseInProgress, Responses, urgency
+from stages.engines.responses import ResponseInProgress, Responses
 from stages.engines.vllm.adapter_sets import LoadedSet
 
-TOKEN_BITS = 32  # of a priority; more than any context has
+NEW = 2**31 - 1  # the priority of a response without tokens
 
 
 class VllmRow(ResponseInProgress):
@@ -166,9 +166,9 @@ def check_request(
 
 
 def priority(row: VllmRow) -> int:
-    """Return vLLM's priority of ``row``, the lower the earlier."""
-    step, begins_turn, tokens = urgency(row.request, row.place, len(row.tokens))
-    return (2 * step + begins_turn << TOKEN_BITS) + tokens
+    """Return vLLM's priority of ``row``, the lower the earlier: responses that go on come before new
+    ones, the oldest group first."""
+    return row.request.group if row.tokens else NEW
 
 
 def sampling_params(vllm: Any, row: VllmRow) -> Any:

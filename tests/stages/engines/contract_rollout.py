@@ -16,7 +16,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,37 +52,24 @@ async def collect(stream: AsyncIterator[Completion]) -> Found:
 
 
 async def order_of_ends(engine: RolloutEngine) -> list[int]:
-    """Return the groups 1 to 4 as their responses end on an engine with one row at a time. They wait
-    for a response of group 0. Then 1 is of a later step than the others; 2 begins its second turn,
-    3 its first one, and 4 goes on with a turn that was cut."""
-    two_tokens = torch.tensor([5, 6]), torch.tensor([-1.0, -1.0]), ((engine.version, 2),)
-    begun = {2: Begun(*two_tokens, turn_start=2), 4: Begun(*two_tokens)}
+    """Return the groups 1, 3 and 5 as their responses end on an engine with one row at a time. They
+    wait for a response of group 0; then 1 is new, and 5 and 3 go on."""
+    begun = {0: Begun(torch.tensor([5]), torch.tensor([-1.0]), ((engine.version, 1),))}
     ended = []
 
-    async def answer(*groups: int, step: int, max_tokens: int = 4) -> None:
+    async def answer(*groups: int, begun: Mapping[int, Begun], max_tokens: int = 4) -> None:
         params = SamplingParams(max_tokens=max_tokens)
         prompt = torch.tensor([3, 4, 5])
-        asked = [
-            GroupRequest(
-                group,
-                (0,),
-                prompt,
-                params,
-                group,
-                {0: begun[group]} if group in begun else {},
-                step=step,
-            )
-            for group in groups
-        ]
+        asked = [GroupRequest(group, (0,), prompt, params, group, begun) for group in groups]
         async for done in engine.generate(asked):
             ended.append(done.group)
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(answer(0, step=1, max_tokens=40))
+        tasks.create_task(answer(0, 1, begun={}, max_tokens=40))
         await asyncio.sleep(0)
         await engine.pause()
-        tasks.create_task(answer(1, step=2))
-        tasks.create_task(answer(2, 3, 4, step=1))
+        tasks.create_task(answer(5, begun=begun))
+        tasks.create_task(answer(3, begun=begun))
         await asyncio.sleep(0.1)
         await engine.resume()
     return [group for group in ended if group]  # 0 may have begun before the others came

@@ -159,12 +159,12 @@ def test_without_vllm_its_engine_names_the_install_command() -> None:
 
 
 @pytest.mark.parametrize("kind", ["torch", "mock"])
-async def test_rows_start_by_urgency(kind: str) -> None:
+async def test_what_goes_on_starts_before_what_is_new(kind: str) -> None:
     if kind == "torch":
         engine: RolloutEngine = TorchRolloutEngine(llama(0), Letters(), max_rows=1)
     else:
         engine = MockRolloutEngine(
             MockRolloutOptions(median_tokens=8, sigma=0, row_rate=500, max_rows=1)
         )
-    assert await order_of_ends(engine) == [4, 3, 2, 1]
+    assert await order_of_ends(engine) == [3, 5, 1]
     await engine.close()

@@ -17,16 +17,12 @@ from stages.rollout.stage import Rollout, responses
 
 
 class OneToken:
-    """An engine of which each response is one token. ``steps``: those that its groups were for."""
+    """An engine of which each response is one token."""
 
     version = 0
 
-    def __init__(self) -> None:
-        self.steps = dict[int, int]()
-
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         for request in requests:
-            self.steps[request.group] = request.step
             for place in request.places:
                 yield Completion(
                     request.group, place, torch.tensor([1]), torch.tensor([0.0]), ((0, 1),), "stop"
@@ -50,7 +46,7 @@ async def test_the_first_claim_is_of_one_step_and_later_ones_fill_the_engine() -
     dock: Any = prompts_alone()
     engine = OneToken()
     params = SamplingParams(max_tokens=1)
-    options: dict[str, Any] = {"seed": 0, "group_size": 2, "groups_per_step": 2, "most_rows": 8}
+    options: dict[str, Any] = {"seed": 0, "group_size": 2, "most_rows": 8}
     stage = Rollout(dock, engine, params, **options, first_rows=4)  # type: ignore[arg-type]
     assert [stage.room(held) for held in (0, 2, 4)] == [2, 1, 0]
     rows = [SimpleNamespace(group=group, place=place) for group in (0, 1) for place in (0, 1)]
@@ -59,17 +55,6 @@ async def test_the_first_claim_is_of_one_step_and_later_ones_fill_the_engine() -
     assert set(rooms) == {0}
     assert [stage.room(held) for held in (0, 4)] == [4, 2]
     assert Rollout(dock, engine, params, **options).room(0) == 4  # type: ignore[arg-type]
-
-
-async def test_the_engine_knows_the_step_that_waits_for_a_group() -> None:
-    dock: Any = prompts_alone()
-    engine: Any = OneToken()
-    options: dict[str, Any] = {"seed": 0, "group_size": 1, "most_rows": 8}
-    stage = Rollout(dock, engine, SamplingParams(max_tokens=1), groups_per_step=3, **options)
-    claim: Any = SimpleNamespace(rows=[SimpleNamespace(group=n, place=0) for n in (0, 2, 3, 9)])
-    async for _ in stage.process(claim, TensorDict({}, batch_size=[4])):
-        pass
-    assert engine.steps == {0: 1, 2: 1, 3: 2, 9: 4}
 
 
 @pytest.mark.parametrize("end", ["stop", "cut"])
@@ -111,7 +96,7 @@ async def test_a_visit_ends_after_four_times_the_mean_length(
     dock: Any = prompts_alone()
     engine = Ending()
     params = SamplingParams(max_tokens=99, budget=own)
-    options: dict[str, Any] = {"seed": 0, "group_size": 4, "groups_per_step": 2, "most_rows": 8}
+    options: dict[str, Any] = {"seed": 0, "group_size": 4, "most_rows": 8}
     stage = Rollout(dock, engine, params, **options, parks_stragglers=parks)  # type: ignore[arg-type]
     rows = [SimpleNamespace(group=0, place=place) for place in range(4)]
     claimed = SimpleNamespace(rows=rows)

@@ -100,9 +100,7 @@ def follower(
     steps: int = 99,
 ) -> WeightFollower:
     nothing_claimed: Any = None  # a dock: what the follower does needs none
-    stage = Rollout(
-        nothing_claimed, engine, PARAMS, seed=0, group_size=1, groups_per_step=1, most_rows=4
-    )
+    stage = Rollout(nothing_claimed, engine, PARAMS, seed=0, group_size=1, most_rows=4)
     controls: Any = Controls(f"{worker}-process")
     options: dict[str, Any] = {
         "worker": worker,

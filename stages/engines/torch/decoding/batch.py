@@ -1,6 +1,6 @@
 """The continuous batch of the torch rollout engine, as its compute thread sees it.
 
-    waiting rows (urgent ones first) ─▶ admit: prefill new prompts, extend rows that have tokens, draw one ─▶ rows
+    waiting rows (begun ones first) ─▶ admit: prefill new prompts, extend rows that have tokens, draw one ─▶ rows
     rows ─▶ decode: one token of each ─▶ ended rows leave and are delivered; those of a turn rest
 
 Nothing here is thread-safe: one thread makes all calls. A turn depends on the queue and the rows

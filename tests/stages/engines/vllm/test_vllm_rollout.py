@@ -206,10 +206,10 @@ class TestVllm(OnSmolLM2):
             engine.generate([self.ask(0, **params)])
 
 
-async def test_rows_start_by_urgency() -> None:
+async def test_what_goes_on_starts_before_what_is_new() -> None:
     engine = await TestVllm().build(0, max_rows=1)
     try:
-        assert await order_of_ends(engine) == [4, 3, 2, 1]
+        assert await order_of_ends(engine) == [3, 5, 1]
     finally:
         await engine.close()
 
