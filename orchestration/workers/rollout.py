@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # of the engine's rows, for an evaluation that is not complete when the next version comes
 EVALUATION_SHARE = 0.25
+SLOTS_PER_WAITING_ROW = 8  # of the engine of a worker that claims single rows
 
 
 class RolloutJob(Job):
@@ -195,17 +196,21 @@ def make_rollout(
     # share the groups by the room that each has.
     is_alone = recipe.replicas == 1 and not job.number and not recipe.launch.autoscale.max
     step_rows = recipe.rows_per_step if is_alone else 0
+    claims_rows = recipe.has_environment and not recipe.moves_together and not is_alone
+    most_rows = max(recipe.rollout.max_rows, step_rows)
+    if claims_rows:  # some more wait in the engine, so that a slot has its next turn at once
+        most_rows += -(-most_rows // SLOTS_PER_WAITING_ROW)
     stage = Rollout(
         job.dock,
         engine,
         replace(sampling, budget=recipe.rollout.budget),
         seed=recipe.seed,
         group_size=size,
-        most_rows=0 if recipe.prompts.responses else max(recipe.rollout.max_rows, step_rows),
+        most_rows=0 if recipe.prompts.responses else most_rows,
         parks_stragglers=recipe.rollout.straggler == "park",
         environment=ENVIRONMENT if recipe.has_environment else "",
         together=recipe.moves_together,
-        claims_rows=recipe.has_environment and not recipe.moves_together and not is_alone,
+        claims_rows=claims_rows,
         first_rows=-(-recipe.train.groups_per_step // recipe.replicas) * size,
     )
     if not prompts:
