@@ -313,8 +313,8 @@ class StageEvent(EventData, kind="stage"):
     drafts: Annotated[
         Mapping[str, float],
         Doc(
-            "Of a rollout worker whose engine drafts: `drafted_tokens`, the tokens drafted so far, "
-            "and `held_tokens`, those of them that were sampled."
+            "Of a rollout worker whose engine makes drafts: `drafted_tokens` counts the tokens of "
+            "its drafts so far, `held_tokens` those of them that were sampled."
         ),
     ] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Pools whose maker is killed."""
+"""The processes of a pool end when the process that made the pool is killed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tasksets of verifiers, unmodified: which rows they make, and which are refused; the policy's turns
 are written by the tests.
 
-VERIFIERS: its source distribution, unpacked, or a clone. verifiers' own tasksets of it are played
-too. ``test_verifiers_apart.py`` runs this file with both, in an environment of their own.
+VERIFIERS: the source of verifiers, whose own tasksets are played too. ``test_verifiers_apart.py``
+runs this file in an environment with verifiers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from tests.stages.trajectories.test_environments import answer, ended
 from tests.stages.trajectories.test_programs import conversation, say, shown, stage_of
 from tests.stages.trajectories.turns import admit, flow
 
-pytestmark = pytest.mark.skipif(
-    not is_installed("verifiers"), reason="verifiers is not installed: it wants an older openai"
-)
 OWN = Path(__file__).parents[1] / "environments" / "tasksets"
 SOURCE = Path(os.environ.get("VERIFIERS", "/nonexistent")) / "tests" / "v1" / "fixtures"
 LIMITS = {"max_tokens": 60_000, "step_seconds": 120.0}
-needs_source = pytest.mark.skipif(not SOURCE.is_dir(), reason="VERIFIERS names no source")
+
+pytestmark = pytest.mark.skipif(
+    not (is_installed("verifiers") and SOURCE.is_dir()),
+    reason="test_verifiers_apart.py runs it with verifiers and its source",
+)
 
 
 @pytest.fixture
@@ -86,7 +87,6 @@ async def test_a_taskset_is_played_with_its_tools_user_and_rewards(
 BUMP = called("counter_bump", "{}")
 
 
-@needs_source
 @pytest.mark.parametrize(
     ("taskset", "turns", "reward"),
     [
@@ -120,7 +120,7 @@ async def test_what_a_tool_returns_is_an_observation(dock: Dock) -> None:
         ("pair", r"'pair' has the agents \['white', 'black'\], and one is trained"),
         ("boxed", "the tasks of 'boxed' need a container"),
         ("nothing_of_this_name", "taskset 'nothing_of_this_name' not found"),
-        pytest.param("duet_v1", r"the agents \['a', 'b'\]", marks=needs_source),
+        ("duet_v1", r"the agents \['a', 'b'\]"),
     ],
 )
 async def test_a_taskset_that_cannot_be_trained_is_refused_by_its_name(
