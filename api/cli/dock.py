@@ -1,9 +1,9 @@
 """``asyncdock dock``: shows the sample flow of a run.
 
-RUN_DIR, alive ──▶ index.json ──▶ index ──▶ warehouses, stages, leases, ledger            (status)
-                                       └──▶ rows of a group, read from the warehouses     (inspect)
+RUN, alive here ──▶ index.json ──▶ index ──▶ warehouses, stages, leases, ledger          (status)
+                                         └──▶ rows of a group, read from the warehouses   (inspect)
 RUN, ended, or of a service ──▶ api.client ──▶ the same, of a group what was trained on it
-RUN_DIR/samples/ ──▶ trajectories that the run has kept, as lines of a file               (export)
+RUN/samples/ ──▶ trajectories that the run has kept, as lines of a file                   (export)
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from api.cli.common.options import JsonOption
 from api.cli.common.output import print_json, refuse, table
 from api.cli.folder.foreign import run_folder
 from api.cli.service.asking import ServerOption, ask, is_run_folder
+from api.cli.service.run_files import folder_of
 from api.client.credentials import DEFAULT_SERVER
 from api.terminal.samples import segments_view
 from api.terminal.screen import safe_console, write
@@ -93,8 +94,13 @@ def status(
 
 @dock_app.command()
 def inspect(
-    group: Annotated[int, typer.Argument(help="The group's number, in the order of admission.")],
     name: RunName = "",
+    group: Annotated[
+        int | None,
+        typer.Option(
+            "--group", min=0, help="Its number, in the order of admission. Default: the newest."
+        ),
+    ] = None,
     index: UrlOption = "",
     run: RunOption = "",
     as_json: JsonOption = False,
@@ -107,21 +113,20 @@ def inspect(
     rows = _with_dock(*address, lambda dock: _rows(dock, group)) if address else []
     if not rows and name:
         rows = ask(server, lambda client: _trained_rows(client, name, group), name)
+    if not rows and group is None:
+        refuse("group: the run has no samples yet; wait until its first group is admitted")
     if not rows:
         refuse(
             f"group: {group} is not there; it is not admitted yet, was dropped, or is older than "
             f"what pipeline.keep_samples has room for"
         )
-    print_json(rows) if as_json else safe_console().print(group_view(group, rows))
+    print_json(rows) if as_json else safe_console().print(group_view(rows))
 
 
 @dock_app.command()
 def export(
     name: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", callback=run_folder, help="A run's folder, or its id in a service."
-        ),
+        str, typer.Argument(metavar="RUN", help="A run's folder, or its id in a service.")
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="JSON Lines.")],
     form: Annotated[
@@ -135,9 +140,7 @@ def export(
     from stages.samples.sample_log import FOLDER
     from stages.samples.trajectory_export import openenv_trace, trajectories
 
-    folder = Path(name)
-    if not folder.is_dir():
-        folder = Path(ask(server, lambda client: client.run(name), name).folder)
+    folder = folder_of(name, server)
     exported = trajectories(folder / FOLDER)
     if (first := next(exported, None)) is None:
         refuse(
@@ -155,9 +158,11 @@ def export(
     write(f"{lines} trajectories are in {out}")
 
 
-async def _rows(dock: Any, group: int) -> list[dict[str, Any]]:
-    """Return the rows of a group, trajectories with their `segments`."""
-    rows: list[dict[str, Any]] = await dock.inspect(group)
+async def _rows(dock: Any, group: int | None) -> list[dict[str, Any]]:
+    """Return the rows of a group (None: of the newest one), trajectories with their `segments`."""
+    if group is None:
+        group = (await dock.index.stats())["admitted"] - 1
+    rows: list[dict[str, Any]] = await dock.inspect(group) if group >= 0 else []
     if any("turn_starts" in row["columns"] for row in rows):
         from orchestration.recipe.models import tokenizer_of
         from orchestration.state.documents import RUN_RECIPE
@@ -196,13 +201,16 @@ async def _status_of(client: Client, name: str) -> dict[str, Any]:
     }
 
 
-async def _trained_rows(client: Client, name: str, group: int) -> list[dict[str, Any]]:
-    """Return the samples of ``group`` as rows of :func:`group_view`."""
+async def _trained_rows(client: Client, name: str, group: int | None) -> list[dict[str, Any]]:
+    """Return the samples of ``group`` (None: of the newest one) as rows of :func:`group_view`."""
     columns = {"prompt", "response", "reward", "rewards", "advantage"}
-    samples = [each async for each in client.samples(name) if each.group == group]
+    if group is None:
+        group = next(iter([each.group async for each in client.samples(name, limit=1)]), 0)
+    samples = [each async for each in client.samples(name, group=group)]
     return [
         {
             "row": sample.place,
+            "group": sample.group,
             "samples": len(samples),
             "state": f"trained in step {sample.step}",
             "oldest_version": min((v for v, _ in sample.versions if v >= 0), default=-1),
@@ -260,9 +268,9 @@ def status_view(found: Mapping[str, Any]) -> RenderableType:
     return Group(head, *chain.from_iterable(("", part) for part in parts))
 
 
-def group_view(group: int, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return what ``inspect`` prints."""
-    parts: list[RenderableType] = [f"group {group}: {rows[0]['samples']} samples"]
+def group_view(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return what ``inspect`` prints of the ``rows`` of a group."""
+    parts: list[RenderableType] = [f"group {rows[0]['group']}: {rows[0]['samples']} samples"]
     for row in rows:
         version = f"oldest version {row['oldest_version']}, " if row["oldest_version"] >= 0 else ""
         done = f"; done: {', '.join(row['done']) or 'none'}" if "done" in row else ""

@@ -89,6 +89,11 @@ def resume(
     plain: PlainOption = False,
 ) -> None:
     """Go on from the newest checkpoint of the run in RUN_DIR, with other keys if --set says so."""
+    if not run_dir.exists():
+        refuse(
+            f"run: {run_dir} does not exist; give the folder of a run, or continue a run of a "
+            f"service by `asyncdock runs resume ID`"
+        )
     run_dir = run_dir.resolve()
     run_dir = run_dir.parent if run_dir.name == "recipe.json" else run_dir
     refuse_anothers(run_dir, trust)

@@ -1,8 +1,8 @@
 """The command ``asyncdock``: its subcommands, and the entry point.
 
     run, resume    execute a run here and show it (api.cli.local_run)
-    check, plan    what follows from a recipe, without running it
-    recipes        the stored recipes, and the keys of a recipe
+    check, recipes what follows from a recipe; the stored ones, and the keys (api.cli.recipes)
+    plan           what a run of a recipe will do, before it runs (api.cli.plan)
     serve, agent   a service, and the process that executes its runs (api.cli.service)
     view           runs of this machine in the dashboard, without a service (api.cli.view)
     tinker         models for the training loops of Tinker's clients (api.cli.service.tinker)
@@ -10,7 +10,7 @@
     runs, login    the runs of a service, over REST (api.cli.service.runs); forks (api.cli.fork)
     link           a link that signs a browser in to a service (api.cli.service.link)
     why            what a run waits for at this moment (api.cli.why)
-    checkpoint     whether checkpoints are as they were written (api.cli.checkpoint)
+    checkpoint     whether checkpoints are as they were written (api.cli.results.checkpoint)
     dock, track    the sample flow of a run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
     sweep          one recipe with several settings (api.cli.results.sweep)
     env            one trajectory of an environment, before a run (api.cli.env)
@@ -50,12 +50,12 @@ COMMANDS = {
         "Go on from the newest checkpoint of the run in RUN_DIR, with other keys if --set says so.",
     ),
     "check": (
-        "api.cli.plan:check",
+        "api.cli.recipes:check",
         "Validate RECIPE without running it, and print what follows from it: sizes, and "
         "the flow of its samples.",
     ),
     "recipes": (
-        "api.cli.plan:recipes",
+        "api.cli.recipes:recipes",
         "List the recipes that can be run by name, or with --keys the keys of one; or copy one.",
     ),
     "agent": ("api.cli.service.agent:agent_command", "Execute the runs of a service."),
@@ -130,7 +130,10 @@ COMMANDS = {
         "api.cli.service.runs:logout",
         "Forget the token that `asyncdock login` kept for a service.",
     ),
-    "checkpoint": ("api.cli.checkpoint:checkpoint_app", "Look at the checkpoints of a run."),
+    "checkpoint": (
+        "api.cli.results.checkpoint:checkpoint_app",
+        "Look at the checkpoints of a run.",
+    ),
     "dock": (
         "api.cli.dock:dock_app",
         "Look into the sample flow of a run; export trajectories.",

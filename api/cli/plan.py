@@ -1,37 +1,26 @@
-"""``asyncdock plan``, ``check`` and ``recipes``: what a run of a recipe will do, before it runs.
+"""``asyncdock plan``: what a run of a recipe will do, before it runs.
 
-RECIPE ─┬─ costs: a run's folder, or the mock engines' options ─▶ simulation ─▶ throughput, shares, staleness, time
+RECIPE ─┬─ costs: a run's, or the mock engines' options ─▶ simulation ─▶ throughput, shares, staleness, time
         └─ --search --devices N ─▶ each split and staleness that fits ─▶ ranked
 """
 
 from __future__ import annotations
 
-import json
-import pkgutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from api.cli.common.options import JsonOption, PlainOption, SetOption
 from api.cli.common.output import print_json, refuse, table
-from api.cli.common.recipe_files import (
-    RecipeArgument,
-    complete_recipe,
-    copy_recipe,
-    description,
-    find,
-    load,
-    stored,
-)
-from api.cli.folder.foreign import run_folder
+from api.cli.common.recipe_files import RecipeArgument, find, load
 from api.cli.local_run import create_and_show, fork_server, original_folder
+from api.cli.service.asking import ServerOption
+from api.cli.service.run_files import folder_of
+from api.client.credentials import DEFAULT_SERVER
 from api.terminal.numbers import duration
 from api.terminal.screen import safe_console
 from orchestration.recipe.flow import device_count
@@ -55,8 +44,6 @@ WHAT_IF = {  # numbers of a forecast that are compared, and their forms
 }
 MOST_CHOICES = 12  # that are printed
 
-LONGEST_EXAMPLE = 2000  # characters of a prompt that `check` prints
-
 plan_app = typer.Typer(
     help="Predict what a run would do, and plan its swaps.", no_args_is_help=True
 )
@@ -77,14 +64,9 @@ def plan_run(
     recipe: RecipeArgument,
     set_: SetOption = None,
     costs: Annotated[
-        Path | None,
-        typer.Option(
-            "--costs",
-            metavar="RUN_DIR",
-            callback=run_folder,
-            help="Use the costs measured in this run.",
-        ),
-    ] = None,
+        str,
+        typer.Option("--costs", metavar="RUN", help="Use the costs measured in this run."),
+    ] = "",
     steps: Annotated[
         int, typer.Option("--steps", min=0, help="Optimizer steps. Default: the recipe's.")
     ] = 0,
@@ -101,15 +83,16 @@ def plan_run(
         ),
     ] = "",
     as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Predict what a run of RECIPE does: throughput, the share of each stage, staleness, and the
     time to its end.
 
-    With --costs RUN_DIR --set KEY=VALUE it answers what that run would do with other keys."""
+    With --costs RUN --set KEY=VALUE it answers what that run would do with other keys."""
     if (devices or device_memory) and not search:
         refuse("--devices and --device-memory: are for --search; add it")
     loaded = load(find(recipe), set_, files=False)
-    costs_of, lengths = _costs(loaded, costs)
+    costs_of, lengths = _costs(loaded, folder_of(costs, server) if costs else None)
     from orchestration.simulation.forecast import forecast, setup_of
 
     have = device_count(loaded)
@@ -177,20 +160,20 @@ def plan_profile(
 
 @plan_app.command("what-if")
 def plan_what_if(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_DIR", callback=run_folder, help="A run, finished or running."),
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder or id; it may be running.")
     ],
     set_: SetOption = None,
     as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
-    """Predict what the run in RUN_DIR would do with other keys, by its own costs."""
+    """Predict what RUN would do with other keys, by its own costs."""
     from orchestration.recipe.problems import RecipeError
     from orchestration.simulation.recorded import NotMeasured
     from orchestration.simulation.search import what_if
 
     try:
-        now, changed = what_if(folder, set_ or [])
+        now, changed = what_if(folder_of(run, server), set_ or [])
     except (NotMeasured, RecipeError) as error:
         refuse(error)
     if as_json:
@@ -388,144 +371,3 @@ def plan_reshard(
     except PlanRefused as error:
         refuse(error)
     print_json(report) if as_json else safe_console().print(reshard_view(report))
-
-
-def check(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    graph: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the flow as a picture: FILE.svg, or FILE.mmd (Mermaid)."
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Validate RECIPE without running it, and print what follows from it: sizes, and the flow of
-    its samples."""
-    if graph is not None and graph.suffix not in (".svg", ".mmd"):
-        refuse(f"--graph: {str(graph)!r} is no picture; give a name that ends in .svg or .mmd")
-    loaded = load(find(recipe), set_)
-    from orchestration.recipe.checks.examples import example_prompts, prompt_sources
-    from orchestration.recipe.model_files import PLAIN_MODELS
-    from orchestration.recipe.problems import RecipeError
-    from orchestration.recipe.sizes.planner import plan
-
-    cluster = _cluster_of(loaded)
-    follows = plan(loaded)
-    # Without a chat template the model reads the prompt as it is. An example would only cost the
-    # import of torch.
-    plain = loaded.model.source in PLAIN_MODELS and not loaded.prompts.chat_template
-    try:
-        examples = [] if plain and not as_json else example_prompts(loaded)
-    except RecipeError as error:
-        refuse(error)
-    if as_json:  # the same document as the answer of POST /v1/recipes/check
-        shown = [asdict(example) for example in examples]
-        answer = {"plan": asdict(follows), "prompts": prompt_sources(loaded), "examples": shown}
-        return print_json({"recipe": json.loads(loaded.to_json()), **answer})
-    from api.terminal.plan_table import plan_table
-    from orchestration.recipe.flow import flow_of
-    from stages.flow.graph import to_mermaid, to_svg, to_text
-
-    flow = flow_of(loaded)
-    screen = safe_console()
-    screen.print(plan_table(loaded, follows))
-    if cluster:
-        screen.print(f"\n{cluster}", markup=False, highlight=False, soft_wrap=True)
-    screen.print(f"\nflow\n{to_text(flow)}", markup=False, highlight=False, soft_wrap=True)
-    if sources := prompt_sources(loaded):
-        screen.print("\n" + "\n".join(sources), markup=False, highlight=False, soft_wrap=True)
-    for example in examples:
-        text = example.text[:LONGEST_EXAMPLE] + (
-            " …" if len(example.text) > LONGEST_EXAMPLE else ""
-        )
-        title = f"prompt of {example.where}, {example.tokens} tokens"
-        screen.print(
-            f"\n{title}\n{indent(text, '  ')}", markup=False, highlight=False, soft_wrap=True
-        )
-    if graph is not None:
-        graph.write_text(
-            to_svg(flow) if graph.suffix == ".svg" else to_mermaid(flow), encoding="utf-8"
-        )
-
-
-def _cluster_of(recipe: Recipe) -> str:
-    """Return the cluster of ``launch.address`` in words; "": there is nothing to say.
-
-    Ends the command where the cluster refuses this machine.
-    """
-    cluster = recipe.launch.cluster
-    if cluster is None or not cluster.look:
-        return ""
-    try:
-        return str(pkgutil.resolve_name(cluster.look)(recipe.launch.address))
-    except ValueError as error:
-        refuse(error)
-
-
-def recipes(
-    keys: Annotated[
-        bool, typer.Option("--keys", help="Print the reference of a recipe's keys instead.")
-    ] = False,
-    copy: Annotated[
-        str,
-        typer.Option(
-            "--copy",
-            metavar="NAME",
-            help="Copy a recipe, and the prompts that come with it, into the working folder.",
-            autocompletion=complete_recipe,
-        ),
-    ] = "",
-    section: Annotated[
-        str,
-        typer.Argument(
-            metavar="[SECTION]", help="With --keys: only of this section, as rollout.vllm."
-        ),
-    ] = "",
-    as_json: JsonOption = False,
-) -> None:
-    """List the recipes that can be run by name, or with --keys the keys of one; or copy one."""
-    if section and not keys:
-        refuse(
-            f"recipes: {section!r} is given without --keys; write `asyncdock recipes --keys "
-            f"{section}`"
-        )
-    if keys:
-        return _print_keys(section, as_json=as_json)
-    if copy:
-        paths = [str(path) for path in copy_recipe(copy, Path())]
-        return print_json(paths) if as_json else safe_console().print("\n".join(paths))
-    entries = [(name, description(path), path) for name, path in stored().items()]
-    if as_json:
-        return print_json(
-            [{"name": name, "description": text, "path": str(path)} for name, text, path in entries]
-        )
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    for name, text, _ in entries:
-        table.add_row(name, text)
-    safe_console().print(table)
-
-
-def _print_keys(section: str, *, as_json: bool) -> None:
-    from orchestration.recipe.loading.keys import sections
-    from orchestration.recipe.problems import suggest
-
-    all_keys = [key for part in sections() for key in part.keys]
-    section_keys = [
-        key for key in all_keys if f"{key.key}.".startswith(f"{section}." if section else "")
-    ]
-    if not section_keys:
-        refuse(
-            f"recipes: {section!r} is no section of a recipe; "
-            f"{suggest(section, [s.name for s in sections()][1:])}"
-        )
-    if as_json:
-        return print_json([asdict(key) for key in section_keys])
-    screen = safe_console(markup=True, highlight=False, soft_wrap=True)
-    for key in section_keys:
-        kind = f"{key.type}, in {key.unit}" if key.unit else key.type
-        default = f"default {key.default}" if key.default not in ("", "required") else key.default
-        screen.print(f"[bold]{key.key}[/]  {escape('; '.join(filter(None, (kind, default))))}")
-        screen.print(f"    {escape(key.meaning)}")

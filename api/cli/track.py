@@ -1,7 +1,7 @@
 """``asyncdock track``: copies a run's events to TensorBoard, MLflow or W&B
 (api.telemetry.trackers).
 
-RUN_DIR, or --server and a run's id ──▶ its events ──▶ the tracker's files in DIR
+RUN, a folder or an id ──▶ its events ──▶ the tracker's files in DIR
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from api.cli.common.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
+from api.cli.common.exit_codes import FAILED, INTERRUPTED
 from api.cli.common.output import refuse
 from api.cli.folder.foreign import run_folder
-from api.client.credentials import DEFAULT_SERVER, KeyringError
+from api.cli.service.asking import WATCH_PATIENCE, ServerOption, ask, is_run_folder
+from api.client.credentials import DEFAULT_SERVER
 from api.terminal.screen import write
 from orchestration.disk import refusal
 from orchestration.streams import NO_ROOM
+
+if TYPE_CHECKING:
+    from api.client import Client
 
 
 def track_command(
     run: Annotated[
         str,
-        typer.Argument(
-            metavar="RUN",
-            callback=run_folder,
-            help="The folder of a run; with --server, a run's id.",
-        ),
+        typer.Argument(metavar="RUN", callback=run_folder, help="A run's folder or id."),
     ],
     to: Annotated[
         str, typer.Option(metavar="TRACKER", help="tensorboard, mlflow or wandb.")
@@ -38,7 +38,7 @@ def track_command(
         Path | None,
         typer.Option(metavar="DIR", help="Its files. Default: TRACKER in the run's folder."),
     ] = None,
-    server: Annotated[str, typer.Option(metavar="URL", help=f"As {DEFAULT_SERVER}.")] = "",
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Show a run in TensorBoard, MLflow or W&B, while it goes on or afterwards.
 
@@ -50,14 +50,15 @@ def track_command(
     if to not in TRACKERS:
         refuse(f"--to: {to!r} is not a tracker; {suggest(to, TRACKERS)}")
     folder = Path(run)
-    if not server and not (folder / "recipe.json").exists():
-        refuse(f"run: {run} is not the folder of a run; or give --server and a run's id")
-    into = into or (Path("runs") / run / to if server else folder / to)
+    is_here = is_run_folder(run)
+    into = into or (folder if is_here else Path("runs") / run) / to
     try:
-        count = asyncio.run(
-            _from_server(run, to, into, server) if server else _from_folder(folder, to, into)
+        count = (
+            asyncio.run(_from_folder(folder, to, into))
+            if is_here
+            else ask(server, lambda client: _from_server(client, run, to, into), run)
         )
-    except (TrackError, KeyringError) as error:
+    except TrackError as error:
         refuse(error)
     except OSError as error:
         if error.errno not in NO_ROOM:
@@ -78,18 +79,11 @@ async def _from_folder(folder: Path, to: str, into: Path) -> int:
     )
 
 
-async def _from_server(run: str, to: str, into: Path, server: str) -> int:
-    from api.client import ApiProblem, Client, ServiceError
+async def _from_server(client: Client, run: str, to: str, into: Path) -> int:
     from api.telemetry.trackers import TRACKERS, track
 
-    try:
-        async with Client(server) as client:
-            recipe = (await client.run(run)).recipe
-            return await track(
-                lambda after: client.events(run, after=after), run, into, TRACKERS[to], recipe
-            )
-    except ServiceError as error:
-        unknown = isinstance(error, ApiProblem) and error.status == 404
-        refuse(error, BAD_INPUT if unknown else NO_SERVICE)
-    except ValueError as error:
-        refuse(error)
+    recipe = (await client.run(run)).recipe
+    client.patience = WATCH_PATIENCE
+    return await track(
+        lambda after: client.events(run, after=after), run, into, TRACKERS[to], recipe
+    )

@@ -21,9 +21,10 @@ from orchestration.recipe.problems import suggest
 REWARD = "reward_mean"
 HELD_OUT_REWARD = f"{HELD_OUT}reward_mean"
 SEED = "seed"
-# Keys that say nothing of what is learned: names, and where a run is.
+# Keys that say nothing of what is learned: names, where a run is, and the variables that its
+# functions see there (a service lets them see none by default).
 APART = re.compile(
-    r"name|description|checkpoint\.url|launch\.(address|readers)"
+    r"name|description|checkpoint\.url|launch\.(address|readers)|reward\.environment"
     r"|pipeline\.(index|serve|tls_\w+)"
 )
 # Metrics of which the lowest value is the best.

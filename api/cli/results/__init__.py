@@ -1,1 +1,1 @@
-"""Commands about what runs have made: their samples, comparisons, sweeps, exports."""
+"""Commands about what runs have made: samples, checkpoints, comparisons, sweeps, exports."""

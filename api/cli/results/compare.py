@@ -20,7 +20,7 @@ from api.cli.common.output import print_json, refuse, table
 from api.cli.service.asking import ServerOption, ask, is_run_folder
 from api.client.credentials import DEFAULT_SERVER
 from api.terminal.numbers import count, number
-from api.terminal.screen import complain, safe_console
+from api.terminal.screen import complain, safe_console, write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Axis = Literal["step", "tokens", "hours"]
 AT_ONCE = 8  # runs of a service that are asked for
 VALUE_WIDTH = 28  # characters of a value in a table
+MOST_NAMED = 3  # runs of a setting
 
 
 def compare_command(
@@ -152,9 +153,18 @@ async def result_of(client: Client, run: str) -> RunResult:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Print the results of all settings, and the keys by which they differ, as wide as the
-    terminal."""
+    """Print the results of all settings, the keys by which they differ, as wide as the terminal,
+    and their runs."""
     console = safe_console()
+    _print_results(console, comparison)
+    console.print()
+    for at, setting in enumerate(comparison.settings, start=1):
+        ids = [comparison.runs[place].id for place in setting.runs]
+        more = f" and {len(ids) - MOST_NAMED} more" if len(ids) > MOST_NAMED else ""
+        write(f"{at}  {', '.join(ids[:MOST_NAMED])}{more}")
+
+
+def _print_results(console: Console, comparison: Comparison) -> None:
     whole = _results(comparison, comparison.metrics, comparison.keys)
     if _fits(console, whole):
         console.print(whole)

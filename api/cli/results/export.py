@@ -10,8 +10,8 @@ import typer
 
 from api.cli.common.exit_codes import FAILED
 from api.cli.common.output import refuse
-from api.cli.folder.foreign import run_folder
-from api.cli.service.asking import ServerOption, ask, is_run_folder, split_step
+from api.cli.service.asking import ServerOption, split_step
+from api.cli.service.run_files import folder_of
 from api.client.credentials import DEFAULT_SERVER
 from api.terminal.screen import complain, write
 
@@ -79,23 +79,6 @@ def export_command(
         refuse(error)
     except (Fatal, Locked, PushFailed, OSError) as error:
         refuse(error, FAILED)
-
-
-def folder_of(run: str, server: str) -> Path:
-    """Return the folder of ``run``, itself a folder or the id of a run of ``server``. Any failure
-    ends the command."""
-    if is_run_folder(run):
-        return run_folder(Path(run))
-    view = ask(server, lambda client: client.run(run), run)
-    if not is_run_folder(view.folder):
-        url = view.recipe.get("checkpoint", {}).get("url")
-        weights = f"without checkpoints/, as {url} has them" if url else "with the checkpoint alone"
-        refuse(
-            f"run: the files of {run} are in {view.folder} on another machine; export that folder "
-            f"there, or copy it here, {weights}, and give the copy",
-            FAILED,
-        )
-    return run_folder(Path(view.folder))
 
 
 def plot(path: Path, recipe: Recipe, events: Sequence[Event]) -> None:

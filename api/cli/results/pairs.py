@@ -9,18 +9,17 @@ from typing import Annotated
 import typer
 
 from api.cli.common.output import refuse
-from api.cli.folder.foreign import run_folder
+from api.cli.service.asking import ServerOption
+from api.cli.service.run_files import folder_of
+from api.client.credentials import DEFAULT_SERVER
 from api.terminal.screen import write
 from orchestration.disk import refusal
 from orchestration.streams import NO_ROOM
 
 
 def pairs_command(
-    run_dir: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_DIR", callback=run_folder, help="The folder of a run, which may go on."
-        ),
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder or id; the run may go on.")
     ],
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="A name that ends in .jsonl or .parquet.")
@@ -36,13 +35,14 @@ def pairs_command(
             help="Leave out responses that were cut at rollout.max_tokens or a stop text.",
         ),
     ] = False,
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Write preference pairs for DPO: of each group that the run was trained on, the best response
     against the worst."""
     from stages.samples.preference_pairs import PairsError, export_pairs
 
     try:
-        pairs, groups = export_pairs(run_dir, out, margin, cut=not whole)
+        pairs, groups = export_pairs(folder_of(run, server), out, margin, cut=not whole)
     except PairsError as error:
         refuse(error)
     except OSError as error:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE = 5.0  # seconds for which a command retries
+WATCH_PATIENCE = 300.0  # seconds for which a view survives a service that does not answer
 COMPLETION_SECONDS = 2.0  # for an answer to the TAB key
 UNKNOWN_RUN = "urn:asyncdock:unknown-run"  # the problem's type, from api.server.http.problems
 FOLDERS = "*/recipe.json"
@@ -69,6 +70,8 @@ def ask(
 
     if run and Path(run).is_dir() and not is_run_folder(run):
         refuse(f"run: {run} has no recipe.json; {_meant(run, [])}")
+    if os.sep in run and not Path(run).exists():  # no id has one
+        refuse(f"run: {run} does not exist; {_meant(run, [])}")
     failures: list[str] = []  # of the server that shows a run in a folder
 
     async def asking() -> T:

@@ -16,7 +16,8 @@ import typer
 from api.cli.common.exit_codes import FAILED
 from api.cli.common.options import JsonOption
 from api.cli.common.output import fitting_table, print_json, refuse
-from api.cli.service.asking import ServerOption, ask, is_run_folder
+from api.cli.service.asking import ServerOption
+from api.cli.service.run_files import folder_of
 from api.client.credentials import DEFAULT_SERVER
 from api.terminal.screen import complain, safe_console, write
 
@@ -33,7 +34,7 @@ def archive(
     from orchestration.run.contents import archive as archived
     from orchestration.state.lock import RunError
 
-    folder = _folder_of(run, server)
+    folder = folder_of(run, server)
     try:
         archived(folder, to)
     except (RunError, OSError) as error:
@@ -44,10 +45,15 @@ def archive(
 
 
 def disk(
-    folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Default: runs.")
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN|FOLDER]...",
+            help="Runs' folders or ids, and folders with runs in them. Default: runs.",
+        ),
     ] = None,
     as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Show what runs in folders take on the disk, and what of it can go: checkpoints that are not
     the newest of their run."""
@@ -55,7 +61,7 @@ def disk(
     from orchestration.service.run_folders import RunFolders
     from orchestration.units import format_size
 
-    looked = folders or [Path("runs")]
+    looked = [folder_of(run, server) for run in runs] if runs else [Path("runs")]
     taken = {str(run): sizes(run) for run in RunFolders(looked).by_id().values()}
     if as_json:
         return print_json(taken)
@@ -104,13 +110,3 @@ def confirm(question: str, *, yes: bool) -> None:
         refuse("delete: there is no terminal to ask for confirmation; add --yes")
     if not typer.confirm(question, err=True):
         refuse("Nothing was removed.", FAILED)
-
-
-def _folder_of(run: str, server: str) -> Path:
-    """Return the folder of ``run`` on this machine."""
-    if is_run_folder(run):
-        return Path(run).resolve()
-    folder = Path(ask(server, lambda client: client.run(run), run).folder)
-    if not folder.is_dir():
-        refuse(f"run: its folder, {folder}, is on another machine; archive it there")
-    return folder

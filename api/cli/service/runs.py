@@ -31,6 +31,7 @@ from api.cli.common.options import (
 from api.cli.common.output import advised, fitting_table, local_time, print_json, refuse
 from api.cli.common.recipe_files import complete_path
 from api.cli.service.asking import (
+    WATCH_PATIENCE,
     ServerOption,
     ask,
     ask_for_completion,
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from orchestration.state.registry import Ask
     from pipeline.index.client import Index
 
-WATCH_PATIENCE = 300.0  # seconds for which a view survives a service that does not answer
 LOOK_SECONDS = 0.5  # until it is seen again whether a checkpoint is written
 
 runs_app = typer.Typer(help="Start, stop and watch the runs of a service.", no_args_is_help=True)

@@ -60,7 +60,7 @@ def test_help_lists_all_commands_and_imports_none() -> None:
 
 def test_a_command_imports_its_own_module_alone() -> None:
     _, modules = asyncdock("recipes", "--json")
-    assert "api.cli.plan" in modules
+    assert "api.cli.recipes" in modules
     assert not [module for module in modules if module.startswith((SERVICE, "api.client"))]
 
 

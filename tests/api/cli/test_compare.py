@@ -45,7 +45,10 @@ def test_runs_are_a_table_with_plot_and_page(folders: list[Path], tmp_path: Path
         "tokens",
     ]
     assert title == "loss"
-    assert [row.split()[:3] for row in rows] == [["1", "1e-05", "2"], ["2", "0.0001", "1"]]
+    results, names = rows[:2], rows[3:]
+    assert [row.split()[:3] for row in results] == [["1", "1e-05", "2"], ["2", "0.0001", "1"]]
+    ids = [folder.name for folder in folders]
+    assert names == [f"1  {ids[0]}, {ids[1]}", f"2  {ids[2]}"]
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "runs.html").read_text()
     data = json.loads(page.partition('id="comparison">')[2].partition("</script>")[0])

@@ -75,7 +75,7 @@ async def test_what_lies_where_is_shown(index: Index, tmp_path: Path) -> None:
         {"ids": [1, 2], "answer": "no"},
     ]
     assert [row["done"] for row in rows] == [["score"], []]
-    shown = text_of(group_view(0, rows))
+    shown = text_of(group_view(rows))
     assert "group 0: 2 samples" in shown
     assert "22, 23, … 100 in all]" in shown
 
@@ -93,9 +93,17 @@ def test_a_trajectory_has_the_width_of_the_terminal_for_its_texts() -> None:
     }
     observed = {"generated": False, "tokens": 1, "text": "[3]", "reward": None}
     branch = {**turn, "calls": [], "branch": 1, "shares": 9}
-    row = {"row": 0, "samples": 1, "state": "live", "tokens": 82, "done": [], "columns": {}}
+    row = {
+        "row": 0,
+        "group": 0,
+        "samples": 1,
+        "state": "live",
+        "tokens": 82,
+        "done": [],
+        "columns": {},
+    }
     row |= {"oldest_version": 3, "segments": [turn, observed, branch]}
-    lines = [line.rstrip() for line in text_of(group_view(0, [row]), 80).splitlines()]
+    lines = [line.rstrip() for line in text_of(group_view([row]), 80).splitlines()]
     facts = "41 tokens by v3 v4, reward 0.5, engine 1.25 s, waiting –, environment 4.2 ms"
     at = next(at for at, line in enumerate(lines) if line.startswith("turn 1"))
     assert " ".join(lines[at : at + 2]).startswith(f"turn 1: {facts}")
@@ -119,7 +127,7 @@ async def test_a_live_run_is_looked_into_by_its_folder(tmp_path: Path) -> None:
         result = await asyncio.to_thread(
             CliRunner().invoke,
             app,
-            ["dock", "inspect", str(group), str(tmp_path / "run"), "--json"],
+            ["dock", "inspect", str(tmp_path / "run"), "--group", str(group), "--json"],
         )
         assert json.loads(result.stdout)[0]["group"] == group
         watched.stop.set()
@@ -132,12 +140,14 @@ async def test_a_live_run_is_looked_into_by_its_folder(tmp_path: Path) -> None:
     trained = len(watched.of("step"))
     assert (ended["stats"]["trained"], ended["ledger"]["trained"]) == (trained, trained * 16)
     assert list(ended["stats"]["stages"]) == ["rollout", "reward", "advantage", "update"]
-    result = await asyncio.to_thread(CliRunner().invoke, app, ["dock", "inspect", "3", str(run)])
+    result = await asyncio.to_thread(
+        CliRunner().invoke, app, ["dock", "inspect", str(run), "--group", "3"]
+    )
     assert result.exit_code == 0, result.output
     assert result.stdout.count("trained in step 1, oldest version 0") == 4, "each row of the group"
     assert "\nresponse " in result.stdout
     result = await asyncio.to_thread(
-        CliRunner().invoke, app, ["dock", "inspect", "10000", str(run)]
+        CliRunner().invoke, app, ["dock", "inspect", str(run), "--group", "10000"]
     )
     assert (result.exit_code, "group: 10000 is not there" in result.stderr) == (2, True)
 

@@ -275,7 +275,7 @@ def test_two_runs_with_default_names_in_one_second_both_have_a_folder(
 
 
 BROKEN = """
-import api.cli.main as command, api.cli.plan as recipes
+import api.cli.main as command, api.cli.recipes as recipes
 def broken(): raise KeyError('inside out')
 recipes.stored = broken
 command.main()

@@ -67,7 +67,7 @@ def test_the_disk_of_runs_is_told_by_part_and_adds_up(run: Path) -> None:
     shown = asyncdock("disk", run.parent)
     assert shown.stdout.splitlines()[0].split()[:3] == ["run", "total", "checkpoints"]
     assert "can go, by `asyncdock runs delete RUN --old-checkpoints`" in shown.stderr
-    nowhere = asyncdock("disk", run / "logs")
+    nowhere = asyncdock("disk", run / "checkpoints")
     assert (nowhere.exit_code, "no run is in" in nowhere.stderr) == (2, True)
 
 

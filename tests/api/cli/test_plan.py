@@ -94,7 +94,7 @@ def test_a_search_ranks_the_splits() -> None:
     ("arguments", "says"),
     [
         (["run", "tiny"], "asyncdock plan profile RECIPE --out DIR"),
-        (["run", "tiny", "--costs", "/nowhere"], "holds no recipe.json; give the folder of a run"),
+        (["run", "tiny", "--costs", "/nowhere"], "run: /nowhere does not exist; give an id"),
         (["run", "mock", "--devices", "4"], "are for --search; add it"),
         (["run", "mock", "--search", "--devices", "1"], "--devices: 1 is too few"),
         (

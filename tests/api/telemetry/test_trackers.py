@@ -381,7 +381,7 @@ def test_what_cannot_be_tracked_is_refused(tmp_path: Path) -> None:
     assert "use one of: 'mlflow', 'tensorboard', 'wandb'" in unknown.output
     nowhere = CliRunner().invoke(app, ["track", str(tmp_path / "nowhere")])
     assert nowhere.exit_code == 2
-    assert "not the folder of a run" in nowhere.output
+    assert "nowhere does not exist; give an id" in nowhere.output
 
 
 async def test_a_tracker_that_is_ahead_of_all_events_says_so_instead_of_showing_none_for_ever(

@@ -15,7 +15,7 @@ import torch
 import typer
 import xxhash
 
-from api.cli.checkpoint import verify
+from api.cli.results.checkpoint import verify
 from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints.checkpoint import CheckpointUnusable
 from orchestration.checkpoints.recorded import set_newer_aside

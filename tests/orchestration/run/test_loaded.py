@@ -26,7 +26,8 @@ atexit.register(write)
 UNUSED = {
     "any": [
         *("api.client", "api.external", "api.policy", "api.schemas", "api.server"),
-        *("api.cli.plan", "api.cli.service", "api.terminal.live", "api.terminal.plan_table"),
+        *("api.cli.plan", "api.cli.recipes", "api.cli.service", "api.terminal.live"),
+        "api.terminal.plan_table",
         *("orchestration.cluster", "orchestration.external", "orchestration.policy"),
         *("orchestration.publishing", "orchestration.recipe.loading.toml", "api.cli.results"),
         *("orchestration.supervise.autoscale", "orchestration.supervise.scale"),

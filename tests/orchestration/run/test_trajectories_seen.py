@@ -29,7 +29,7 @@ async def asyncdock(*arguments: object) -> str:
 
 async def inspected(run: Path, group: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(
-        await asyncdock("dock", "inspect", group, run, "--json")
+        await asyncdock("dock", "inspect", run, "--group", group, "--json")
     )
     return rows
 
@@ -69,7 +69,7 @@ async def test_a_trajectory_is_shown_while_it_goes_on(tmp_path: Path) -> None:
     async with executing(run_of(of, run)) as (watched, work):
         await watched.until(lambda: any(e["parked"] for e in watched.of("stage")))
         rows = await inspected(run, 0)
-        view = await asyncdock("dock", "inspect", 0, run)
+        view = await asyncdock("dock", "inspect", run, "--group", 0)
         assert {row["state"] for row in rows} == {"live"}
         assert any(row["segments"] for row in rows), "the turn that waits for its answer"
         for row in rows:

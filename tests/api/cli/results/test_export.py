@@ -379,7 +379,7 @@ def test_a_run_of_a_service_is_exported_where_its_folder_is(full: Path, tmp_path
         code, said = refusal("letters-2", tmp_path / "other", "--server", service.url)
     assert code == 1
     assert "the files of letters-2 are in /data/of/another on another machine" in said
-    assert "export that folder there, or copy it here" in said
+    assert "give the command that folder there, or copy it here" in said
 
 
 @pytest.mark.timeout(400)

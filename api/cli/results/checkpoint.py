@@ -1,7 +1,7 @@
 """``asyncdock checkpoint``: the checkpoints of a run's folder.
 
-verify   RUN_DIR ──▶ checkpoints/step-*/digests.json ──▶ every file is read and compared
-offer    RUN_DIR ──▶ the newest checkpoint ──▶ DIR of a server ──▶ its path for Tinker's clients
+verify   RUN ──▶ checkpoints/step-*/digests.json ──▶ every file is read and compared
+offer    RUN ──▶ the newest checkpoint ──▶ DIR of a server ──▶ its path for Tinker's clients
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import typer
 from api.cli.common.exit_codes import FAILED
 from api.cli.common.options import JsonOption
 from api.cli.common.output import print_json, refuse
-from api.cli.folder.foreign import run_folder
+from api.cli.service.asking import ServerOption
+from api.cli.service.run_files import folder_of
 from api.cli.service.token import token_id
+from api.client.credentials import DEFAULT_SERVER
 from api.terminal.screen import write
 
 checkpoint_app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
@@ -26,21 +28,20 @@ checkpoint_app = typer.Typer(help="Look at the checkpoints of a run.", no_args_i
 @checkpoint_app.command()
 def verify(
     run: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="RUN",
-            callback=run_folder,
-            help="The folder of a run, or of one of its checkpoints.",
+            metavar="RUN", help="A run's folder or id, or the folder of one of its checkpoints."
         ),
     ],
     as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Read every file of a run's checkpoints, also at checkpoint.url, and compare it with the
     digest of when it was written. Ends with 1 where one is damaged."""
     from orchestration.checkpoints.verification import NoCheckpoints, verified
 
     try:
-        verifications = list(verified(run))
+        verifications = list(verified(folder_of(run, server)))
     except NoCheckpoints as error:
         refuse(error)
     if as_json:
@@ -55,11 +56,10 @@ def verify(
 @checkpoint_app.command()
 def offer(
     run: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="RUN",
-            callback=run_folder,
-            help="The folder of a checkpoint, or of a run: its newest checkpoint.",
+            help="The folder of a checkpoint, or a run's folder or id: its newest checkpoint.",
         ),
     ],
     data: Annotated[
@@ -70,6 +70,7 @@ def offer(
     token: Annotated[
         str, typer.Option(metavar="NAME", help="Whose checkpoint it is. Default: your own key's.")
     ] = "",
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Let Tinker's clients go on from a checkpoint of a run: prints the path that they give."""
     from api.cli.service.calls import CALLS
@@ -77,9 +78,10 @@ def offer(
     from orchestration.checkpoints.offered import offer_checkpoint
     from pipeline.problems import ProblemError
 
+    folder = folder_of(run, server)
     owner = token_id(data, token)
     try:
-        path = asyncio.run(offer_checkpoint(run, data / CALLS, owner, base))
+        path = asyncio.run(offer_checkpoint(folder, data / CALLS, owner, base))
     except (ProblemError, CheckpointUnusable) as error:
         refuse(error)
     except OSError as error:
