@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from orchestration.guard.fall import FallJudge
 from orchestration.guard.rules import (
     COLLAPSED,
     COMPARED_STEPS,
@@ -101,6 +102,7 @@ class Guard:
         self._step = 0  # the newest one
         self._trajectories: TrajectoryJudge | None = None  # of a run that has any
         self._functions: FunctionJudge | None = None  # of a run that has several
+        self._falls = FallJudge(options.sensitivity)
 
     def observe(self, event: EventData) -> list[AlarmEvent]:
         """Return the alarms that ``event`` raises: at most one for each metric."""
@@ -144,6 +146,10 @@ class Guard:
             self._functions = self._functions or FunctionJudge(self.options.sensitivity)
             for judgement in self._functions.of_step(event):
                 yield from self._changed(*judgement)
+        if "reward_mean" in values and (
+            judgement := self._falls.of_reward(event.step, values["reward_mean"])
+        ):
+            yield from self._changed(*judgement)
         for name in ("reward_mean", COLLAPSED.metric):
             if name in values:
                 self._window(name).values.append(values[name])
@@ -227,25 +233,27 @@ class Guard:
             if (value := values.get(rule.metric)) is None or rule.metric in self.options.constants:
                 continue
             window = self._window(key or rule.metric)
-            yield from self._trend(step, value, rule, window)
+            newest = [*window.values, value][-rule.steps :]
+            if len(newest) == rule.steps:
+                yield from self._trend(step, statistics.median(newest), rule, window)
             if value > 0 or not rule.log:
                 window.values.append(math.log(value) if rule.log else value)
 
     def _trend(self, step: int, value: float, rule: Rule, window: Window) -> Iterator[AlarmEvent]:
         beyond = self.options.grad_clip if rule.metric == "grad_norm" else rule.beyond
         sign = -1 if rule.way == "down" else 1
-        past = rule.limit is not None and sign * value > sign * rule.limit
         usual = None
         limit = rule.limit
+        # An alarm lasts until the value is half as far off as one that raises it.
+        lasts = 2 if rule.metric in self._alarmed else 1
+        past = limit is not None and sign * value > sign * limit * (lasts if sign < 0 else 1)
         reason = f"{_shown(value)}, past {rule.limit}"
         unusual = False
         if len(window.values) >= WARM_UP and (value > 0 or not rule.log):
             compared = math.log(value) if rule.log else value
             deviations = window.deviations(compared, rule.floor)
             off = abs(deviations) if rule.way == "both" else sign * deviations
-            # An alarm lasts until the value is half as far off as one that raises it.
-            most = self.options.sensitivity / (2 if rule.metric in self._alarmed else 1)
-            unusual = off > most and (beyond is None or value > beyond)
+            unusual = off > self.options.sensitivity / lasts and (beyond is None or value > beyond)
             usual = math.exp(window.median) if rule.log else window.median
             if not past:
                 limit = None

@@ -21,6 +21,7 @@ DROPPED = "dropped_groups"
 SCORES = "reward_scores"
 # Of single reward functions, as rewards/NAME/mean: orchestration/guard/functions.py.
 REWARDS = "rewards"
+REWARD_FALL = "reward_mean"  # orchestration/guard/fall.py
 # whether it is an alarm, the rule, step, value, what is usual, the limit, the reason
 Judgement = tuple[bool, "Rule", int, float, float | None, float | None, str]
 
@@ -35,7 +36,8 @@ class Rule:
     """The rule by which one metric is judged.
 
     ``way``: the direction that is bad. ``log``: compare logarithms. ``beyond``: values that are not
-    past it are never alarms. ``limit``: past it a value always is one.
+    past it are never alarms. ``limit``: past it a value always is one. ``steps``: the median of so
+    many values is judged, where single ones far off are usual (not with ``log``).
     """
 
     metric: str
@@ -45,6 +47,7 @@ class Rule:
     log: bool = False
     beyond: float | None = None
     limit: float | None = None
+    steps: int = 1
 
 
 _SAMPLING = (
@@ -115,6 +118,7 @@ TRENDS = (
         way="down",
         floor=0.06,
         limit=0.1,
+        steps=5,
     ),
     Rule(
         "clip_fraction",
@@ -164,4 +168,12 @@ TRENDS = (
     ),
 )
 RULES = (EQUAL_WEIGHTS, RESUMED, CONSTANT, COLLAPSED, FAILING, BRANCHING, *TRENDS)
-METRICS = (PROBE, TOKENIZER, DROPPED, SCORES, REWARDS, *(rule.metric for rule in RULES))
+METRICS = (
+    PROBE,
+    TOKENIZER,
+    DROPPED,
+    SCORES,
+    REWARDS,
+    REWARD_FALL,
+    *(rule.metric for rule in RULES),
+)

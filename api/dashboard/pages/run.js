@@ -127,7 +127,7 @@ export class RunPage {
         line("each step", "reward_mean", 1, { ...thin, hushed: true }),
         line("mean", softly, 1, exact),
         line("held out", (columns) => this.heldOut(columns), 2, { points: true, ...optional, ...exact }),
-      ]),
+      ], { alarms: ["reward_mean"] }),
       ...(functions.length > 1
         ? [
             byFunction("Reward by function", "mean", { alarms: alarmed }),
