@@ -147,9 +147,9 @@ class Guard:
             for judgement in self._functions.of_step(event):
                 yield from self._changed(*judgement)
         if "reward_mean" in values and (
-            judgement := self._falls.of_reward(event.step, values["reward_mean"])
+            fall := self._falls.of_reward(event.step, values["reward_mean"])
         ):
-            yield from self._changed(*judgement)
+            yield from self._changed(*fall)
         for name in ("reward_mean", COLLAPSED.metric):
             if name in values:
                 self._window(name).values.append(values[name])
