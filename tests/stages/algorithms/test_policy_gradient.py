@@ -455,8 +455,9 @@ def test_loss_and_gradient_are_those_of_trl(
 
     def padded(column: str) -> torch.Tensor:
         return torch.tensor(
-            [row[column] + [0.0] * (longest - len(row[column])) for row in rows]
-        ).double()
+            [row[column] + [0.0] * (longest - len(row[column])) for row in rows],
+            dtype=torch.float64,
+        )
 
     now = torch.tensor(
         [row["now"] + [0.0] * (longest - len(row["now"])) for row in rows], dtype=torch.float64
@@ -473,7 +474,9 @@ def test_loss_and_gradient_are_those_of_trl(
         "entropy_coef": 0.0,
         **trl_options,
     }
-    gathered = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1)
+    gathered = SimpleNamespace(
+        gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, sync_gradients=True
+    )
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (now, entropies, None),
         args=SimpleNamespace(
@@ -500,6 +503,7 @@ def test_loss_and_gradient_are_those_of_trl(
         get_off_policy_mask=trainers.GRPOTrainer.get_off_policy_mask,
         use_vllm=False,
         aux_loss_enabled=False,
+        use_adaptive_entropy=False,
         _entropy_bonus_enabled=wanted["entropy_coef"] > 0,
         entropy_coef=wanted["entropy_coef"],
     )
@@ -508,14 +512,18 @@ def test_loss_and_gradient_are_those_of_trl(
         "prompt_mask": torch.ones(6, 1),
         "completion_ids": torch.zeros_like(mask, dtype=torch.int64),
         "completion_mask": mask,
-        "advantages": torch.tensor([row["advantage"] for row in rows]).double(),
+        "advantages": torch.tensor([row["advantage"] for row in rows], dtype=torch.float64),
         "old_per_token_logps": padded("rollout"),
         "old_logps": (padded("rollout") * mask).sum(1),
         "ref_per_token_logps": padded("ref"),
         "num_items_in_batch": mask.sum(),
     }
     owner = trainers.RLOOTrainer if name == "rloo" else trainers.GRPOTrainer
-    expected = owner._compute_loss(trainer, None, inputs)
+    torch.set_default_dtype(torch.float64)  # TRL's constants, as SAPO's temperatures, are of it
+    try:
+        expected = owner._compute_loss(trainer, None, inputs)
+    finally:
+        torch.set_default_dtype(torch.float32)
     expected.backward()
     assert now.grad is not None
     assert output.loss.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-9)
