@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestration.recipe.schema import Recipe
+from orchestration.run.changes import Change
 from pipeline.compat.extras import is_installed
 from pipeline.data.events import EvaluationEvent, Event
 from stages.adapters.options import LORA_CITATION
@@ -75,11 +76,12 @@ def write_card(
     folder: Path,
     model: ExportedModel,
     recipe: Recipe,
+    changes: Sequence[Change],
     outside: Sequence[str],
     events: Sequence[Event],
 ) -> Sequence[str]:
-    """Write the card of ``model`` into ``folder``, which has its other files; ``outside``: what the
-    recipe names and the folder lacks. Returns remarks on what the card cannot say."""
+    """Write the card of ``model`` into ``folder``, which has its other files. ``changes``: of the
+    recipe on the way; ``outside``: what it names and the folder lacks. Returns remarks on what the card cannot say."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     evaluations = [EvaluationEvent.of(event.data) for event in events if event.kind == "evaluation"]
@@ -114,6 +116,7 @@ def write_card(
         template_path=str(Path(__file__).with_name("card.md")),
         model=model,
         recipe=recipe,
+        changes=changes,
         files=[path.name for path in folder.iterdir()],
         datasets=datasets,
         outside=outside,

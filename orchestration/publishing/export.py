@@ -27,6 +27,7 @@ from orchestration.publishing.card import ExportedModel, base_of, write_card
 from orchestration.publishing.shared_recipe import write_recipe
 from orchestration.recipe.loading.load import recorded_recipe
 from orchestration.recipe.schema import Recipe
+from orchestration.run.changes import recipe_until
 from orchestration.state.lock import RunError
 from orchestration.state.paths import RECIPE, store_url
 from pipeline.compat.extras import ExtraMissing
@@ -90,17 +91,23 @@ def export(
                 # a run that goes on removes older ones
                 if checkpoint.path.exists() or attempt == ATTEMPTS:
                     raise
+        recipe, changes = recipe_until(run, checkpoint.version)
         outside = write_recipe(recipe, folder / "recipe.toml")
         events = list(events_until(run / METRICS, checkpoint.version))
         (folder / METRICS).write_bytes(b"".join(map(line_of, events)))
         notes = [f"recipe.toml names what {to.name} lacks: {line}" for line in outside]
+        if changes:
+            keys = ", ".join(dict.fromkeys(change.key for change in changes))
+            notes.append(
+                f"settings were changed on the way ({keys}): recipe.toml has the last ones"
+            )
         if what == "adapter" and not base_model.for_peft:
             notes.append(f"{ADAPTER_CONFIG} names the base by its path here, as no --base is given")
         try:
             plot(folder / "reward.png", recipe, events)
         except ExtraMissing as missing:
             notes.append(f"there is no plot: {missing}")
-        notes += write_card(folder, model, recipe, outside, events)
+        notes += write_card(folder, model, recipe, changes, outside, events)
     return checkpoint.version, notes
 
 

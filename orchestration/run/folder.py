@@ -120,7 +120,7 @@ class RunFolder:
             if start_version is not None:
                 set_newer_aside(path, url, start_version)
             if overrides:
-                write_private(path / RECIPE, recipe.to_json())
+                _record(recipe, path, start)
             return cls(recipe, path, start, lock)
         except BaseException:
             lock.close()
@@ -134,8 +134,8 @@ class RunFolder:
         It is locked by :meth:`lock`.
         """
         path.mkdir(parents=True, exist_ok=True)
-        write_private(path / RECIPE, recipe.to_json())
         start = checkpoint.newest(path / "checkpoints", store_url(recipe, path, run_id))
+        _record(recipe, path, start)
         return cls(recipe, path, start, service_run=run_id)
 
     @property
@@ -218,6 +218,15 @@ class RunFolder:
             self.remove_shared()
         if self._lock is not None:
             self._lock.close()
+
+
+def _record(recipe: Recipe, path: Path, start: Checkpoint | None) -> None:
+    """Write ``recipe`` to the folder ``path``, and note what it changes from ``start`` on."""
+    if (path / RECIPE).exists():
+        from orchestration.run.changes import note_change
+
+        note_change(path, recipe, start.version if start else 0)
+    write_private(path / RECIPE, recipe.to_json())
 
 
 def _refuse_used(path: Path, lock: BinaryIO | None = None) -> None:

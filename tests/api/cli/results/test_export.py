@@ -25,6 +25,7 @@ from orchestration.checkpoints.checkpoint import open_checkpoint
 from orchestration.checkpoints.store import CheckpointStore
 from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.recipe.loading.load import load_recipe, recorded_recipe
+from orchestration.run.folder import RunFolder
 from orchestration.state.paths import FIRST_ID, RECIPE
 from stages.model.load import is_ready, load_model, load_tokenizer
 from tests import hub
@@ -184,6 +185,34 @@ def test_its_recipe_is_the_runs(
     assert Path(after["prompts"].pop("chat_template")) == exported / "chat_template.jinja"
     del before["prompts"]["chat_template"]
     assert after == before
+
+
+def test_settings_that_a_resume_changed_are_in_its_card_and_each_step_has_its_own(
+    full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice: a return to the same checkpoint keeps what was before."""
+    monkeypatch.syspath_prepend(full.parent)
+    run = tmp_path / "run"
+    shutil.copytree(full, run)
+    for changed in (["train.steps=6", "train.learning_rate=1e-4"], ["train.learning_rate=2e-4"]):
+        RunFolder.resume(run, changed, 2).close()
+    newest = Path("checkpoints", "step-00000004")
+    shutil.copytree(full / newest, run / newest)  # as if it had gone on
+
+    said = export(run, tmp_path / "after")
+    assert "settings were changed on the way (train.learning_rate, train.steps)" in said
+    card = (tmp_path / "after" / "README.md").read_text()
+    assert "| `train.learning_rate` | 0.0002 |" in card
+    assert "- after step 2: `train.learning_rate` from 0.003 to 0.0001" in card
+    assert "- after step 2: `train.steps` from 4 to 6" in card
+    assert "which is another run" in card
+    said = export(f"{run}@2", tmp_path / "before")
+    assert "settings were changed" not in said
+    card = (tmp_path / "before" / "README.md").read_text()
+    assert "| `train.learning_rate` | 0.003 |" in card
+    assert "to train again:" in card
+    recipe = load_recipe(tmp_path / "before" / "recipe.toml", files=False)
+    assert (recipe.train.learning_rate, recipe.train.steps) == (0.003, 4)
 
 
 def test_addresses_and_passwords_are_not_in_it(full: Path, tmp_path: Path) -> None:
