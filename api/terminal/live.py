@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -46,7 +47,14 @@ STATE_STYLES = {
     "stopped": "bold yellow",
 }
 WIDE = 100  # columns from which a wider table is shown
-NARROW = 72  # below, one column of figures and no bars
+NARROW = 80  # below, one column of figures
+RULER = Console(width=1000)  # by which the width of a table is known
+# Of the table of stages, the widest first: glyphs of the bar, and shares of its time in numbers.
+STAGE_COLUMNS = (
+    (36, ("busy", "input", "room", "other")),
+    (18, ("busy", "input")),
+    (0, ("busy", "input")),
+)
 STARTING = "starting the workers (the first start of a model takes a while)"
 
 
@@ -293,25 +301,10 @@ def _swap(progress: Progress) -> Text:
 
 
 def _stages(progress: Progress, width: int) -> RenderableType:
-    wide = width >= WIDE
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    bar = 36 if wide else 18 if width >= NARROW else 0
-    bars = ("where its time goes",) if bar else ()
-    names = ("busy", "input", "room", "other") if wide else ("busy", "input")
-    for name in ("stage", "queue", "held", *bars, *names, "rows/s", "tokens/s"):
-        least = {"stage": 11, "where its time goes": bar}.get(name)
-        table.add_column(name, justify="left" if least else "right", min_width=least, no_wrap=True)
-    for name, worker in progress.workers.items():
-        parts = shares(worker.recent)
-        table.add_row(
-            name,
-            str(worker.latest.queue_depth),
-            str(worker.latest.in_flight),
-            *([share_bar(parts, bar)] if bar else []),
-            *[percent(parts[part]) for part in SHARES][: len(names)],
-            number(worker.rate("rows"), ".1f"),
-            number(worker.rate("tokens"), ",.0f"),
-        )
+    for bar, names in STAGE_COLUMNS:
+        table = _stage_table(progress, bar, names)
+        if Measurement.get(RULER, RULER.options, table).maximum <= width:
+            break
     legend = Text(" ")
     for name in SHARES if bar else ():
         glyph, style = GLYPHS[name]
@@ -332,6 +325,28 @@ def _stages(progress: Progress, width: int) -> RenderableType:
         *calls,
         *([Text(f" dropped groups: {groups}", style="yellow")] if groups else []),
     )
+
+
+def _stage_table(progress: Progress, bar: int, names: Sequence[str]) -> Table:
+    """Return a row for each stage: a bar of ``bar`` glyphs (0: none), and the shares ``names`` of
+    its time."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    bars = ("where its time goes",) if bar else ()
+    for name in ("stage", "queue", "held", *bars, *names, "rows/s", "tokens/s"):
+        least = {"stage": 11, "where its time goes": bar}.get(name)
+        table.add_column(name, justify="left" if least else "right", min_width=least, no_wrap=True)
+    for name, worker in progress.workers.items():
+        parts = shares(worker.recent)
+        table.add_row(
+            name,
+            str(worker.latest.queue_depth),
+            str(worker.latest.in_flight),
+            *([share_bar(parts, bar)] if bar else []),
+            *[percent(parts[part]) for part in SHARES][: len(names)],
+            number(worker.rate("rows"), ".1f"),
+            number(worker.rate("tokens"), ",.0f"),
+        )
+    return table
 
 
 def _function_lines(step: StepEvent | None) -> Iterator[str]:

@@ -24,7 +24,7 @@ def screen(progress: Progress, width: int) -> list[str]:
     return console.export_text().splitlines()
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 72, 76, 79, 80, 99, 100, 101, 104, 110, 120])
 def test_everything_is_shown_and_nothing_is_cut(width: int) -> None:
     progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
     for event in scripted.events()[:-1]:
@@ -50,7 +50,7 @@ def test_everything_is_shown_and_nothing_is_cut(width: int) -> None:
         "rollout-0",
         "70%",
         "20%",
-        *(["waiting for room"] if width > 60 else []),
+        *(["waiting for room"] if width >= 80 else []),
         "restarts: 1",
         "dropped groups: 3 equal rewards, 1 reward x failed",
         "rollout-0 died: ended by signal 9",
