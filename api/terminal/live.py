@@ -303,15 +303,9 @@ def _swap(progress: Progress) -> Text:
 def _stages(progress: Progress, width: int) -> RenderableType:
     for bar, names in STAGE_COLUMNS:
         table = _stage_table(progress, bar, names)
-        if Measurement.get(RULER, RULER.options, table).maximum <= width:
+        legend = _legend(progress, has_bar=bar > 0)
+        if Measurement.get(RULER, RULER.options, Group(table, legend)).maximum <= width:
             break
-    legend = Text(" ")
-    for name in SHARES if bar else ():
-        glyph, style = GLYPHS[name]
-        legend.append(glyph * 2, style=style)
-        legend.append(f" {WORDS[name]}   ", style="dim")
-    if progress.restarts:
-        legend.append(f"restarts: {progress.restarts}", style="bold yellow")
     groups = ", ".join(
         f"{count(totals[0])} {reason}" for reason, totals in progress.dropped.items()
     )
@@ -325,6 +319,17 @@ def _stages(progress: Progress, width: int) -> RenderableType:
         *calls,
         *([Text(f" dropped groups: {groups}", style="yellow")] if groups else []),
     )
+
+
+def _legend(progress: Progress, *, has_bar: bool) -> Text:
+    legend = Text(" ")
+    for name in SHARES if has_bar else ():
+        glyph, style = GLYPHS[name]
+        legend.append(glyph * 2, style=style)
+        legend.append(f" {WORDS[name]}   ", style="dim")
+    if progress.restarts:
+        legend.append(f"restarts: {progress.restarts}", style="bold yellow")
+    return legend
 
 
 def _stage_table(progress: Progress, bar: int, names: Sequence[str]) -> Table:
