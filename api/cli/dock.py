@@ -195,7 +195,6 @@ async def _status_of(client: Client, name: str) -> dict[str, Any]:
             "trained": view.trained,
             "warehouses": {each["name"]: each for each in shown["warehouses"]},
             "stages": {each.pop("name"): each for each in shown["stages"]},
-            "leases": [],
         },
         "ledger": {**view.ledger, "dropped": view.dropped, "dropped_tokens": view.dropped_tokens},
     }
@@ -241,7 +240,7 @@ def status_view(found: Mapping[str, Any]) -> RenderableType:
         stages.add_row(name, stage["takes"], f"{stage['ready']} {unit}", f"{stage['leased']} rows")
     now = found["now"]
     leases = table("lease", "stage", "worker", "rows", "age", "expires in")
-    for lease in stats["leases"] or ():
+    for lease in stats.get("leases") or ():
         age = f"{now - lease['since']:.1f} s"
         expires_in = f"{lease['due'] - now:.1f} s"
         leases.add_row(
@@ -262,7 +261,9 @@ def status_view(found: Mapping[str, Any]) -> RenderableType:
         counts.add_row(
             f"dropped: {reason}", f"{groups} groups", str(ledger["dropped_tokens"][reason])
         )
-    parts = [warehouses, stages, leases if leases.row_count else "no leases"]
+    parts: list[RenderableType] = [warehouses, stages]
+    if "leases" in stats:
+        parts.append(leases if leases.row_count else "no leases")
     if any(ledger.values()):
         parts.append(counts)
     return Group(head, *chain.from_iterable(("", part) for part in parts))

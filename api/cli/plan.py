@@ -163,7 +163,15 @@ def plan_what_if(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="A run's folder or id; it may be running.")
     ],
-    set_: SetOption = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another key, as pipeline.staleness=2; the command names those that are "
+            "simulated. Repeatable.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:

@@ -7,6 +7,7 @@ RUN, a folder or an id ──▶ its events ──▶ the tracker's files in DIR
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +25,8 @@ from orchestration.streams import NO_ROOM
 
 if TYPE_CHECKING:
     from api.client import Client
+
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def track_command(
@@ -61,6 +64,10 @@ def track_command(
     except TrackError as error:
         refuse(error)
     except OSError as error:
+        if error.errno in READ_ONLY:
+            refuse(
+                f"--into: {into} cannot be written ({error.strerror}); give another folder", FAILED
+            )
         if error.errno not in NO_ROOM:
             raise
         refuse(f"--into: {refusal(into, 0, error)}; called again it goes on where it was", FAILED)

@@ -35,6 +35,7 @@ from orchestration.state.paths import RECIPE, WHERE
 from orchestration.streams import TIED
 from pipeline.data.events import StepEvent
 
+OPENING_SECONDS = 5.0  # for which a service that does not answer is asked again
 LOOK_SECONDS = 0.05  # between two looks at whether a command has begun its run
 WHOLE_NUMBERS = ("step", "version")  # a history has every number as a float
 
@@ -162,13 +163,18 @@ def open_run(run: str | Path, server: str = DEFAULT_SERVER) -> Run:
     """Return the run ``run``: a folder of `asyncdock run`, live or ended, or an id of ``server``.
 
     A folder is read by a server in this process, as by `asyncdock view`, until the run is closed or
-    has no reference any more.
+    has no reference any more. Raises ValueError for a path that is no run's folder, and
+    ServiceError.
     """
-    if (Path(run) / RECIPE).is_file():
+    folder = Path(run)
+    if (folder / RECIPE).is_file():
         return Run(SyncFolderClient(str(run)), str(run))
-    opened = Run(SyncClient(server), str(run))
-    _ = opened.view
-    return opened
+    if folder.exists() or len(folder.parts) > 1:  # an id is one part
+        lacks = "has no recipe.json" if folder.exists() else "does not exist"
+        raise ValueError(f"run: {folder} {lacks}; give the folder of a run, or a run's id")
+    with SyncClient(server, patience=OPENING_SECONDS) as client:
+        client.run(str(run))
+    return Run(SyncClient(server), str(run))
 
 
 def start(

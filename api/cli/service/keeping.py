@@ -97,8 +97,10 @@ def delete_folder(run: str, *, old_checkpoints: bool, yes: bool, as_json: bool) 
     confirm(f"Remove {what}{folder} ({format_size(parts[size])}), for good?", yes=yes)
     try:
         remove(folder, spare(folder) if old_checkpoints else [folder])
-    except (RunError, OSError) as error:
+    except RunError as error:
         refuse(error, FAILED)
+    except OSError as error:
+        refuse(f"run: {error.filename or folder} cannot be removed: {error.strerror}", FAILED)
     print_json({"deleted": run}) if as_json else complain(f"Removed {what}{folder}.")
 
 

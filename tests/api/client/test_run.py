@@ -185,3 +185,9 @@ def test_a_service_and_a_folder_say_the_same(served: Served) -> None:
             assert run.metrics()
         with open_run(run.id, server=served.url) as same:
             assert same.view == run.view
+
+
+def test_a_path_that_is_no_runs_folder_is_refused_at_once(tmp_path: Path) -> None:
+    for path, lacks in ((tmp_path, "has no recipe.json"), (tmp_path / "a", "does not exist")):
+        with pytest.raises(ValueError, match=rf"run: {path} {lacks}; give the folder of a run"):
+            open_run(path)
