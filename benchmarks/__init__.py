@@ -1,5 +1,5 @@
-"""What the figures of docs/ were measured with: ``python -m benchmarks.NAME``, in the root of a
-clone."""
+"""What the figures of docs/ were measured with: ``python -m benchmarks.ROOM.NAME``, in the
+root of a clone."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.analytic import Hardware, analytic_costs
+from benchmarks.planning.assumed import Hardware, analytic_costs
 from orchestration.recipe.schema import Recipe
 from stages.model.load import tiny_tokenizer
 from tests.orchestration.runs import TINY, recipe

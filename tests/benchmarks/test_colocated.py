@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.colocated import ARMS, SECONDS, Arm, main
+from benchmarks.runs.colocated import ARMS, SECONDS, Arm, main
 
 
 def test_the_smoke_run_prints_what_each_arm_holds_and_waits(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.drafts import main
+from benchmarks.engines.drafts import main
 
 
 def test_the_smoke_run_compares_both_arms(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.libraries import main
+from benchmarks.flow.libraries import main
 
 
 def test_each_library_is_measured(

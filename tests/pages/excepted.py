@@ -49,7 +49,7 @@ COMMANDS = {
 # Pages of which no command is executed.
 WHOLE = {
     "compose/README.md": DOCKER,
-    "docs/lm-eval.md": "another environment, from a package index; benchmarks/lm_eval_scores.py "
+    "docs/lm-eval.md": "another environment, from a package index; benchmarks/service/lm_eval.py "
     "executes such commands",
     "docs/measurements/gpu.md": "a CUDA GPU",
     "docs/tinker.md": "another environment, from a package index; tests/api/tinker/test_sdks.py "
