@@ -8,7 +8,6 @@ name.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.harness import ResultFile, warn_if_busy
 
 
 @dataclass(frozen=True)
@@ -160,30 +161,34 @@ BENCHMARKS = (
 def measured(benchmark: Benchmark, *, quick: bool) -> list[Score] | str:
     """Run ``benchmark`` and return its scores, or the last line of its errors where it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
+        found = ResultFile(Path(folder) / "found.json")
         options = benchmark.quick if quick else benchmark.full
         done = subprocess.run(
             [
                 *(sys.executable, "-m", f"benchmarks.{benchmark.name}"),
-                *(*options, "--json", str(found)),
+                *(*options, "--json", str(found.path)),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        if done.returncode or not found.exists():
+        result = found.read()
+        if done.returncode or result is None:
             last = done.stderr.strip().splitlines()[-1:] or ["no output"]
             return f"exit code {done.returncode}: {last[0]}"
-        return list(benchmark.scores(json.loads(found.read_text())))
+        return list(benchmark.scores(result))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
     parser.add_argument("--only", nargs="+", choices=[one.name for one in BENCHMARKS])
-    parser.add_argument("--json", type=Path, help="write the scores to this file")
+    parser.add_argument(
+        "--json", type=ResultFile, metavar="FILE", help="write the scores to this file"
+    )
 
 
 def score(options: argparse.Namespace) -> None:
+    warn_if_busy()
     scores: list[tuple[str, Score]] = []
     left_out: dict[str, str] = {}
     for benchmark in BENCHMARKS:
@@ -207,7 +212,7 @@ def score(options: argparse.Namespace) -> None:
     if options.json:
         rows = [{"benchmark": name, **asdict(one), "met": one.met} for name, one in scores]
         result = {"quick": options.quick, "scores": rows, "left_out": left_out}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write(result)
 
 
 def table(scores: Sequence[tuple[str, Score]]) -> Table:

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import harness
 from stages.engines.drafts import Drafts
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.decoding.drafted import DraftedSteps
@@ -169,23 +168,20 @@ async def measure(options: argparse.Namespace) -> list[Mapping[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--tokens", type=int, default=256, help="longest response")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="the tiny model, for a second")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.smoke:
         options.model, options.rows, options.tokens = "tiny", [2], 24
         options.temperatures, options.repeat = [0.0], 1
     table = asyncio.run(measure(options))
     if options.json:
-        options.json.write_text(json.dumps(table, indent=1) + "\n")
+        options.json.write(table)
 
 
 if __name__ == "__main__":

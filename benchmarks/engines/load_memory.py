@@ -29,6 +29,7 @@ import transformers
 from torch.distributed import FileStore
 from transformers import AutoModelForCausalLM
 
+from benchmarks import harness
 from orchestration.processes.forkserver import ENVIRONMENT
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.parallel import interface, sharded
@@ -121,11 +122,10 @@ def processes(way: str, engine: str, folder: Path, dtype: str, count: int) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", nargs=7, help=argparse.SUPPRESS)
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
@@ -163,7 +163,7 @@ def main() -> None:
                 )
                 rows.append({"dtype": dtype, "engine": engine, "ranks": count, "rank": rank, **at})
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        options.json.write(rows)
 
 
 if __name__ == "__main__":

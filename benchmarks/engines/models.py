@@ -43,6 +43,7 @@ import transformers
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks import harness
 from benchmarks.engines.families import CONTEXT, FAMILIES, VOCABULARY, write
 from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
@@ -747,7 +748,7 @@ def markdown(table: Mapping[str, Mapping[str, Mapping[str, Cell]]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--family", action="append", choices=list(FAMILIES))
     parser.add_argument(
         "--checkpoint", type=Path, metavar="FOLDER", help="of your own, in place of the families"
@@ -756,9 +757,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--column", action="append", choices=COLUMNS)
     parser.add_argument(
         "--vllm", type=Path, metavar="PYTHON", help="Python of an environment with vLLM"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="results; cells that are there already are replaced or kept"
     )
     parser.add_argument("--inside-vllm", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -773,8 +771,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(asdict(cell)), flush=True)
         return 0
     table: dict[str, dict[str, dict[str, Cell]]] = {}
-    if options.json and options.json.exists():
-        saved = json.loads(options.json.read_text())
+    if saved := options.json and options.json.read():  # cells that are there are kept or replaced
         table = {
             d: {f: {c: Cell(**cell) for c, cell in cs.items()} for f, cs in fs.items()}
             for d, fs in saved.items()
@@ -790,7 +787,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         d: {f: {c: asdict(x) for c, x in cs.items()} for f, cs in fs.items()}
                         for d, fs in table.items()
                     }
-                    options.json.write_text(json.dumps(plain, indent=1))
+                    options.json.write(plain)
     table = {d: {f: fs[f] for f in (*FAMILIES, *families) if f in fs} for d, fs in table.items()}
     print(markdown(table))
     return int(

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from benchmarks import harness
 from benchmarks.runs.synchronous import _batch
 from orchestration.logs import configure
 from orchestration.recipe.flow import algorithm_of, flow_of
@@ -278,11 +278,11 @@ async def measure(options: argparse.Namespace) -> None:
     if len(found["runs"]) > 1:
         show_runs(found["runs"])
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write(found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--recipe", default="moe", help="its name in recipes/")
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     parser.add_argument(
@@ -301,7 +301,6 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.path = Path("recipes") / f"{options.recipe}.toml"
     configure()

@@ -15,10 +15,8 @@ layer, and what the output layer and the softmax add in float32 and in bfloat16.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import copy
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from benchmarks import harness
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.loading.load import load_recipe
 from orchestration.recipe.models import tokenizer_of
@@ -387,14 +386,13 @@ def _row(name: str, values: Mapping[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("recipe", nargs="?", default="quickstart", help="a recipe's name or file")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--no-faults", action="store_true", help="equal weights alone")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     path = (
         Path(asked.recipe) if asked.recipe.endswith(".toml") else RECIPES / f"{asked.recipe}.toml"
@@ -407,7 +405,7 @@ def main() -> None:
         asyncio.run(measure(recipe, asked.steps, not asked.no_faults, found))
     print("\n" + table(found, recipe, asked.seeds))
     if asked.json:
-        asked.json.write_text(json.dumps(asdict(found), indent=1))
+        asked.json.write(asdict(found))
 
 
 if __name__ == "__main__":

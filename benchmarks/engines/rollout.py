@@ -38,7 +38,6 @@ in the faster of torch's layout and oneDNN's own. An arm's share is floor / seco
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -54,6 +53,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import harness
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.decoding import batch
 from stages.engines.torch.model.layers import product
@@ -506,9 +506,7 @@ def show(row: dict[str, Any], case: Case) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument(
         "--model", default="smollm2", help="smollm2, tiny, or a directory in Hugging Face format"
     )
@@ -532,7 +530,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny model and cases of seconds: does it run"
     )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
     source, repeat, cases = ("tiny", 1, SMOKE) if args.smoke else (args.model, args.repeat, CASES)
     if args.case:
@@ -610,9 +607,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "case: " + ", ".join(f"{n} {e:.0%}" for n, e in equal.items())
     )
     if args.json:
-        args.json.write_text(
-            json.dumps({"model": source, "threads": args.threads, "cases": rows}, indent=2) + "\n"
-        )
+        args.json.write({"model": source, "threads": args.threads, "cases": rows})
 
 
 if __name__ == "__main__":

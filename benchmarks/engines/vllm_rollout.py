@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
 import statistics
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
+from benchmarks import harness
 from pipeline.data.arena import shared_memory_directory
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.train import TorchTrainEngine
@@ -236,19 +235,16 @@ async def arms(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = asyncio.run(measure(options))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+        options.json.write(result)
 
 
 if __name__ == "__main__":  # vLLM's processes import this file

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from benchmarks import needs
+from benchmarks import harness
 from pipeline.compat import transfer_queue as ours
 
 CASES = {
@@ -74,7 +74,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
-    with needs("bench"):
+    with harness.needs("bench"):
         import ray  # noqa: F401
         import transfer_queue  # noqa: F401
     from tests.pipeline.compat import transfer_queue_calls as calls

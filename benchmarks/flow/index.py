@@ -21,7 +21,6 @@ sample was released once.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -38,6 +37,7 @@ from typing import Any
 import numpy as np
 import redis
 
+from benchmarks import harness
 from orchestration.state.documents import BEAT
 from pipeline.data.events import WorkerEvent
 from pipeline.documents.kinds import Topic
@@ -326,13 +326,10 @@ async def idle_cost(server: redis.Redis) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--clients", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--seconds", type=float, default=20.0, help="for which groups arrive")
     parser.add_argument("--rate", type=float, default=30.0, help="groups a second")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a client has two connections
@@ -342,7 +339,7 @@ def main() -> None:
             cells.append(asyncio.run(cell(clients, options.rate, options.seconds, Path(home))))
         print(json.dumps(cells[-1]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"cells": cells, "files_before": soft}, indent=1))
+        options.json.write({"cells": cells, "files_before": soft})
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ Medians of rounds in which the two take turns.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
 import socket
@@ -33,6 +31,7 @@ import stamina
 from aiohttp import web
 
 from api.client.transport import Transport
+from benchmarks import harness
 from orchestration.processes.forkserver import PRELOAD, ForkServer, Launch
 from pipeline.compat.loop_thread import LoopThread
 from pipeline.index.embedded import EmbeddedIndex
@@ -192,11 +191,8 @@ async def measure(smoke: bool, forks: ForkServer) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--smoke", action="store_true", help="few calls, to see that it works")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = str(ROOT)  # of the children
     with contextlib.closing(ForkServer.start()) as forks:
@@ -205,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in rows:
         print(f"| {row.what} | {row.ours * 1e3:.3f} | {row.theirs * 1e3:.3f} | {row.library} |")
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        options.json.write([asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

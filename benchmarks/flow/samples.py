@@ -26,12 +26,10 @@ mapped pages (fresh), and into newly mapped pages of a shared file, as an arena 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
 import importlib.util
-import json
 import logging
 import mmap
 import multiprocessing
@@ -56,6 +54,7 @@ import torch
 import xxhash
 from tensordict import TensorDict
 
+from benchmarks import harness
 from pipeline.data.arena import shared_memory_directory
 from pipeline.data.columns import Column, Schema
 from pipeline.index.client import StageSpec
@@ -1297,9 +1296,7 @@ def _versions() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument(
         "--peers", default="ours,transferqueue,ray", help="arms, with commas between"
     )
@@ -1309,7 +1306,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--repeats", type=int, default=3, help="rounds in each of the peers' two modes"
     )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, few turns: does it run at all?"
     )
@@ -1366,7 +1362,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "cases": list(reports.values()),
             "rows": [asdict(row) for row in rows],
         }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write(result)
 
 
 def quietly() -> None:

@@ -55,12 +55,10 @@ and those of a run that was killed are swept by the next.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import ctypes
 import itertools
-import json
 import multiprocessing
 import os
 import shutil
@@ -83,7 +81,7 @@ import numpy as np
 import redis
 import torch
 
-from benchmarks import needs
+from benchmarks import harness
 from benchmarks.runs.executed import raylets
 from pipeline.data.arena import shared_memory_directory
 from pipeline.data.blocks import PackedRows
@@ -723,7 +721,7 @@ def crews(on_ray: bool, hosts: int) -> Iterator[Callable[[], Crew]]:
     if not on_ray:
         yield Crew
         return
-    with needs("bench"):
+    with harness.needs("bench"):
         import ray
 
     with raylets(hosts, cpus=1) as cluster:
@@ -918,7 +916,7 @@ def print_summary(work: Work, rows: list[dict[str, Any]], repeats: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument(
         "--arms", nargs="+", choices=[arm.name for arm in Work().arms], default=None
@@ -953,7 +951,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="two nodes, little work, once: that it runs"
     )
-    parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     work = Work(**{name: getattr(options, name) for name in asdict(Work())})
@@ -988,10 +985,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_summary(work, rows, repeats)
     if options.json:
         record = {"work": asdict(work), "link_share": work.link_share, "summary": rows}
-        options.json.write_text(
-            json.dumps(record | {"rounds": [[asdict(c) for c in r] for r in rounds]}, indent=1)
-            + "\n"
-        )
+        options.json.write(record | {"rounds": [[asdict(c) for c in r] for r in rounds]})
     return 0
 
 

@@ -37,9 +37,7 @@ real docks, over real sockets, with the payload counted by the warehouses' serve
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -49,6 +47,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import harness
 from pipeline.data.columns import Column, Schema
 from pipeline.index.client import StageSpec
 from pipeline.index.embedded import EmbeddedIndex
@@ -357,12 +356,9 @@ def print_iteration(batch: Batch, found: dict[str, list[Moved]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
+    parser = harness.parser(__doc__)
     for name, default in asdict(Batch()).items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument(
-        "--json", type=Path, help="write what was computed and measured to this file"
-    )
     options = parser.parse_args(arguments)
     batch = Batch(options.groups, options.samples, options.prompt, options.response)
     torch.set_num_threads(1)
@@ -385,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "arms": {arm: [asdict(m) for m in moved] for arm, moved in found.items()},
             },
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        options.json.write(record)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ again, through 1, 2, 4 or 8 of them; alone, and while another caller reads a' al
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import socket
 import tempfile
@@ -41,6 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import harness
 from pipeline.data.arena import Arena, shared_memory_directory
 from pipeline.data.blocks import PackedRows, pack
 from pipeline.data.columns import Column, Packed, Schema
@@ -316,13 +315,10 @@ def report(results: Sequence[Result], counted: Sequence[Calls]) -> dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--cases", nargs="*", choices=[case.name for case in CASES])
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement of calls")
-    parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--smoke",
         action="store_true",
@@ -342,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results, counted = asyncio.run(measure(cases, repetitions, seconds, large))
     print(table(results, counted))
     if options.json:
-        options.json.write_text(json.dumps(report(results, counted), indent=1))
+        options.json.write(report(results, counted))
 
 
 if __name__ == "__main__":

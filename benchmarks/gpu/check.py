@@ -34,12 +34,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
+from benchmarks import harness
 from benchmarks.gpu.wheels import missing
 
 if problem := missing():  # before anything of it is imported
@@ -85,9 +84,7 @@ async def report(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--device", help="auto, cpu, cuda, npu (default: auto; cpu to rehearse)")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--part", choices=PARTS, help="this part alone, in this process")
@@ -95,7 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rehearse", action="store_true", help="tiny models and cases everywhere: does it run"
     )
     parser.add_argument("--marked", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
     device = devices.select(args.device or ("cpu" if args.rehearse else "auto"))
     if device.type == "cpu" and not args.rehearse:
@@ -115,12 +111,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures, failures = asyncio.run(report(found, setting, is_marked=args.marked))
     if args.json:
         record = {
-            "torch": torch.__version__,
             "device": str(device),
             "figures": [asdict(figure) for figure in figures],
             "failed": failures,
         }
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+        args.json.write(record)
     return int(bool(failures) or any(figure.failed for figure in figures))
 
 

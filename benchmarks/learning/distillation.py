@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import harness
 from benchmarks.learning.trials import COLOURS, Trial, trial
 from orchestration.checkpoints import checkpoint
 from orchestration.logs import configure
@@ -62,7 +62,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Pair]:
             load_recipe(recipe(options.student), sets), folder / f"student-{seed}"
         )
         pairs.append((rl, student))
-        options.json.write_text(json.dumps([[asdict(one) for one in pair] for pair in pairs]))
+        options.json.write([[asdict(one) for one in pair] for pair in pairs])
     return pairs
 
 
@@ -128,7 +128,7 @@ def plot(pairs: list[Pair], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("rl", help="recipe of the RL run: a path, or a name in recipes/")
     parser.add_argument("--student", default="distillation", help="recipe of the student")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="of the RL recipe")
@@ -138,8 +138,8 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--every", type=int, default=4, help="steps between two evaluations")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--json", type=Path, default=Path("distillation.json"))
     parser.add_argument("--plot", type=Path)
+    parser.set_defaults(json="distillation.json")
     options = parser.parse_args()
     configure()
     with tempfile.TemporaryDirectory() as folder:

@@ -42,6 +42,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import harness
 from benchmarks.learning.trials import Trial, markdown, read_trials, trial, write_trials
 from orchestration.logs import configure
 from orchestration.processes.pool import spawned_pool
@@ -350,7 +351,7 @@ def counted(metrics: Sequence[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__, json_file=False)
     parser.add_argument("--json", type=Path, required=True, help="its runs are not repeated")
     parser.add_argument("--seeds", type=int, default=3, help="0 to this number, without it")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs, in processes")

@@ -34,6 +34,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import harness
 from benchmarks.learning.trials import Trial, read_trials, trial, write_trials
 from orchestration.logs import configure
 from orchestration.recipe.loading.load import load_recipe
@@ -136,7 +137,7 @@ def table(trials: list[Trial], level: float) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__, json_file=False)
     parser.add_argument("recipe", help="the name of a recipe in recipes/")
     parser.add_argument("--staleness", type=int, nargs="*", default=[0, 1, 2, 4, 8])
     parser.add_argument(

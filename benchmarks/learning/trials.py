@@ -38,6 +38,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import harness
 from orchestration.comparison.curves import estimate, t_quantile
 from orchestration.comparison.results import RunResult, read_run
 from orchestration.logs import configure
@@ -454,7 +455,7 @@ def write_trials(path: Path, trials: Sequence[Trial]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__, json_file=False)
     parser.add_argument(
         "recipe",
         nargs="+",

@@ -28,6 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import harness
 from benchmarks.learning.rewards import hopeless, learnable, trivial
 from benchmarks.learning.trials import COLOURS, Trial, read_trials, trial, write_trials
 from orchestration.logs import configure
@@ -220,7 +221,7 @@ def plot(trials: list[Trial], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__, json_file=False)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400)

@@ -25,12 +25,10 @@ CPU and Linux only. Exit code 1: a total is further than 15 % from what was meas
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ctypes
 import gc
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -41,6 +39,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from orchestration.processes.forkserver import ENVIRONMENT
 from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.model_files import experts_of
@@ -436,10 +435,7 @@ def run_growth(side: Engine, recipe: Recipe, steps: int) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = harness.parser(__doc__)
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--side", nargs="*", default=list(WORK), choices=list(WORK))
     parser.add_argument(
@@ -471,7 +467,7 @@ def main() -> int:
             sizes = f"{derived / 2**20:,.0f} | {taken / 2**20:,.0f} | {derived / taken:.2f}"
             print(f"| {name} | {row['side']} | {sizes} | {parts} |", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.json.write(found)
     return int(any(abs(case["derived"] / case["measured"] - 1) > TOLERANCE for case in found))
 
 

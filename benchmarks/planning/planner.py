@@ -28,10 +28,8 @@ both alike.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -41,6 +39,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.planning.assumed import LognormalLengths
 from benchmarks.runs.executed import executed, raylets
 from benchmarks.runs.overlap import TorchWorkload, Workload
@@ -331,9 +330,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--step-seconds", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--beside", type=int, default=2, help="runs at a time")
@@ -346,7 +343,6 @@ def main() -> None:
     )
     parser.add_argument("--real", choices=sorted(REAL), help="real engines with this model")
     parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     document: Any
     if options.speed:
@@ -391,7 +387,7 @@ def main() -> None:
                 )
         document = [{**asdict(row), "error": row.error} for row in rows]
     if options.json:
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        options.json.write(document)
 
 
 if __name__ == "__main__":

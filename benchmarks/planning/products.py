@@ -18,9 +18,7 @@ their gradients scattered, beside compute; all other bytes are waited for.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
+from benchmarks import harness
 from benchmarks.planning.memory import recipe_of
 from benchmarks.planning.rank_bytes import Step, sent, spans
 from orchestration.recipe.model_files import experts_of
@@ -272,9 +271,7 @@ def best(
 
 def main(argv: list[str]) -> int:
     """Derive, print, and write the file of ``--json``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument(
         "--model", type=Path, help="a folder with a config.json, instead of the shapes"
@@ -288,7 +285,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--within", type=float, default=200.0, help="GB/s")
     parser.add_argument("--between", type=float, default=25.0, help="GB/s")
     parser.add_argument("--show", type=int, default=3, help="products of each model")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     machine = Machine(
         options.memory * 1e9,
@@ -331,7 +327,7 @@ def main(argv: list[str]) -> int:
             )
     Console(width=150).print(table)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write(found)
     return 0
 
 

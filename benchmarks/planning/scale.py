@@ -14,7 +14,6 @@ clients (docs/measurements/scale.md).
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tempfile
@@ -22,6 +21,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks import harness
 from benchmarks.planning.assumed import Hardware, LognormalLengths, analytic_costs
 from benchmarks.planning.memory import recipe_of
 from benchmarks.planning.products import SHAPES
@@ -202,11 +202,8 @@ def published(model: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[64, 384, 1000, 10_000])
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="planner-") as folder:
         model = Path(folder)
@@ -219,7 +216,7 @@ def main() -> None:
         print(f"{name:84} {value:.3g}")
     if options.json:
         document = {"sizes": [asdict(row) for row in rows], "published": ratios}
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        options.json.write(document)
 
 
 if __name__ == "__main__":

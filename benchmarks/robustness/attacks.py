@@ -12,22 +12,20 @@ from the repository.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from multiprocessing.synchronize import Event
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from benchmarks import harness
 from benchmarks.robustness.api_fuzz import Served
 
 GOAL_SECONDS = 0.25
@@ -181,14 +179,11 @@ def measure(name: str, url: str, token: str, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each attack")
     parser.add_argument(
         "--attacks", default=",".join(ATTACKS), help="with commas between: %(default)s"
     )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     rows = []
     print(f"{'attack':58} {'requests':>8} {'p50 ms':>8} {'p99 ms':>8} {'max ms':>8}")
@@ -199,9 +194,7 @@ def main() -> int:
             figures = " ".join(f"{1000 * row[key]:8.1f}" for key in ("p50", "p99", "max"))
             print(f"{row['attack']:58} {row['requests']:8} {figures}", flush=True)
     if options.json:
-        options.json.write_text(
-            json.dumps({"goal_seconds": GOAL_SECONDS, "rows": rows}, indent=2) + "\n"
-        )
+        options.json.write({"goal_seconds": GOAL_SECONDS, "rows": rows})
     missed = [row["attack"] for row in rows if row["p99"] > GOAL_SECONDS]
     print(
         f"goal (p99 <= {1000 * GOAL_SECONDS:.0f} "

@@ -16,7 +16,6 @@ release of a Python is one that can be installed without a compiler. The extras 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -29,6 +28,8 @@ import time
 import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
+
+from benchmarks import harness
 
 ROOT = Path(__file__).resolve().parents[2]
 RESOLUTIONS = ("lowest-direct", "highest")
@@ -245,9 +246,7 @@ def table(rows: list[dict[str, object]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument(
         "--python", action="append", metavar="VERSION", help="as 3.12; may be repeated"
     )
@@ -259,9 +258,6 @@ def main() -> int:
         "--folder",
         type=Path,
         help="a new folder, kept with its environments; default: a temporary one",
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the rows, with all versions"
     )
     options = parser.parse_args()
     if shutil.which("uv") is None:
@@ -279,7 +275,7 @@ def main() -> int:
                     flush=True,
                 )
                 if options.json:
-                    options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                    options.json.write(rows)
                 if not is_sound(rows[-1]):
                     print((place / "log.txt").read_text(encoding="utf-8")[-4000:], file=sys.stderr)
                 if options.folder is None:

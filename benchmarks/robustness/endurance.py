@@ -58,6 +58,7 @@ from api.telemetry.trackers import (
 )
 from api.terminal.live import LiveView
 from api.terminal.report import write_report
+from benchmarks import harness
 from benchmarks.robustness.growth import grown, growth_table, memory_of
 from orchestration.history.detail import files_of
 from orchestration.history.events_file import METRICS, MetricsFile, newest_checkpoint
@@ -354,9 +355,7 @@ def long_run(path: Path, steps: int, options: argparse.Namespace) -> Iterator[di
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument(
         "--run-steps", type=int, default=3000, help="of the real run of mock engines; 0: none"
@@ -366,7 +365,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--rollouts", type=int, default=4, help="rollout workers")
     parser.add_argument("--out", type=Path, help="an empty folder in which the files stay")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
     figures: dict[str, Any] = {"marks": []}
     if options.run_steps:
@@ -388,7 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{mark['steps']:,} steps are measured", flush=True)
     print(table(figures), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        options.json.write(figures)
 
 
 def table(figures: dict[str, Any]) -> str:

@@ -11,9 +11,7 @@ before, as the clean runs. The faults are in benchmarks/robustness/faults.py.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks import harness
 from benchmarks.robustness import faults
 from benchmarks.runs.executed import executed
 from orchestration.guard.guard import Guard
@@ -189,7 +188,7 @@ def as_row(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--clean", action="store_true", help="clean runs alone")
     parser.add_argument("--faults", action="store_true", help="injected faults alone")
     parser.add_argument(
@@ -201,7 +200,6 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="FOLDER")
     parser.add_argument("--sensitivity", type=float, default=8.0, help="of clean runs")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     both = asked.clean == asked.faults
     out = dict[str, list[dict[str, Any]]](clean=[], faults=[])
@@ -228,7 +226,7 @@ def main() -> None:
             out["faults"].append(found)
             print(as_row(found), flush=True)
     if asked.json:
-        asked.json.write_text(json.dumps(out, indent=1) + "\n")
+        asked.json.write(out)
 
 
 if __name__ == "__main__":

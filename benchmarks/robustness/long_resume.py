@@ -31,6 +31,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import harness
 from benchmarks.robustness.endurance import BEGIN, METRICS, MetricsFile, sent
 from benchmarks.robustness.kill_soak import MARK, RECIPE, Broken, marked, tail
 from orchestration.checkpoints import checkpoint
@@ -161,21 +162,18 @@ def measure(home: Path, steps: int, times: int) -> dict[str, list[FirstStep]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument(
         "--steps", type=int, default=1_000_000, help=f"a multiple of {FIRST_CHECKPOINT}"
     )
     parser.add_argument("--times", type=int, default=5, help="each of the two commands is started")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="adk-") as home:
         figures = measure(Path(home), options.steps, options.times)
     print(table(figures, options.steps))
     if options.json:
         found = {name: [vars(first) for first in firsts] for name, firsts in figures.items()}
-        options.json.write_text(json.dumps({"steps": options.steps, **found}, indent=1) + "\n")
+        options.json.write({"steps": options.steps, **found})
 
 
 def table(figures: dict[str, list[FirstStep]], steps: int) -> str:

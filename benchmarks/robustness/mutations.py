@@ -15,10 +15,8 @@ ends a call early, and ``--sample 0`` prints what the file has.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
-import json
 import os
 import random
 import re
@@ -32,6 +30,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+
+from benchmarks import harness  # which imports nothing that is mutated
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = (
@@ -411,19 +411,14 @@ def shown(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="default: all of TESTS")
     parser.add_argument("--sample", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results = list[Result]()
+    results = [Result(**row) for row in (options.json and options.json.read()) or ()]
     usual = dict[tuple[str, ...], float]()
-    if options.json and options.json.exists():
-        results = [Result(**row) for row in json.loads(options.json.read_text())]
     end = time.monotonic() + options.seconds
     os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
     for name in PRELOAD:
@@ -444,9 +439,7 @@ def main() -> None:
                     flush=True,
                 )
                 if options.json:
-                    options.json.write_text(
-                        json.dumps([asdict(each) for each in results], indent=1)
-                    )
+                    options.json.write([asdict(each) for each in results])
                 if time.monotonic() > end:
                     break
             if time.monotonic() > end:

@@ -26,7 +26,6 @@ length of a turn is drawn from a log-normal distribution. So is the time of a to
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -40,6 +39,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
+from benchmarks import harness
 from benchmarks.runs.executed import executed
 from orchestration.history.totals import RunTotals
 from orchestration.logs import configure
@@ -304,7 +304,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--tools", type=float, nargs="+", default=[0.0, 1.0, 3.0])
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=16)
@@ -314,7 +314,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sessions", type=int, default=0, help="so many trajectories at a time")
     parser.add_argument("--turn", action="store_true", help="only what a turn costs")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: whether it works")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     configure()
     workload = Workload(
@@ -366,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if options.json:
         measured = {"arms": [*map(asdict, arms)], "turn": turn, "computed_again": again}
-        options.json.write_text(json.dumps(measured))
+        options.json.write(measured)
     return 0
 
 

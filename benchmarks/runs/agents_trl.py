@@ -17,7 +17,6 @@ that other work on the machine slows both; the median of the repeats' ratios is 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -33,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import needs
+from benchmarks import harness
 from benchmarks.runs.executed import executed
 from orchestration.logs import configure
 from orchestration.processes.pool import spawned_pool
@@ -75,7 +74,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 def of_trl(steps: int, folder: Path) -> list[tuple[float, float]]:
     """Return tokens and seconds of each of TRL's ``steps``, after one that is not counted."""
-    with needs("trl"):
+    with harness.needs("trl"):
         from datasets import Dataset
         from transformers import TrainerCallback
         from trl import GRPOConfig, GRPOTrainer
@@ -132,7 +131,7 @@ def of_trl(steps: int, folder: Path) -> list[tuple[float, float]]:
 
 async def of_ours(steps: int, bound: int, folder: Path) -> list[tuple[float, float]]:
     """Return tokens and seconds of each of our ``steps``, after one that is not counted."""
-    with needs("trl"):
+    with harness.needs("trl"):
         from trl.chat_template_utils import qwen2_5_chat_template
     table = folder / "sums.jsonl"
     table.write_text("".join(json.dumps(row) + "\n" for row in rows(GROUPS * (steps + 1))))
@@ -197,13 +196,12 @@ def rate(steps: Sequence[tuple[float, float]]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
         "--bounds", type=int, nargs="+", default=[0, 1], help="staleness bounds of our runs"
     )
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     measured: list[dict[str, Any]] = []
     print("| repeat | | tokens a step | seconds a step | tokens/s | to TRL's |")
@@ -228,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ratios = [row["ratio"] for row in measured if row["arm"] == f"ours, η = {bound}"]
         print(f"η = {bound}: {statistics.median(ratios):.2f} times TRL's tokens a second")
     if options.json:
-        options.json.write_text(json.dumps(measured))
+        options.json.write(measured)
     return 0
 
 

@@ -12,15 +12,14 @@ that takes at most 2 % longer than the fastest.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks import harness
 from benchmarks.runs.executed import executed
 from orchestration.logs import configure
 from orchestration.recipe.loading.load import parse_recipe
@@ -139,12 +138,9 @@ async def compare(workload: Workload, fixed: Sequence[int]) -> tuple[list[Arm], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--fixed", type=int, nargs="+", default=[1, 2, 3, 4], metavar="N")
     parser.add_argument("--smoke", action="store_true", help="a short run, to test the benchmark")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     workload = SMOKE if options.smoke else Workload()
     fixed, auto = asyncio.run(compare(workload, options.fixed))
@@ -180,7 +176,7 @@ def main() -> None:
             "auto": asdict(auto),
             "best": best.bound,
         }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        options.json.write(figures)
 
 
 if __name__ == "__main__":

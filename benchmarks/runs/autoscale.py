@@ -12,9 +12,7 @@ time took: seconds times workers.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import harness
 from benchmarks.runs.executed import executed
 from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.schema import Recipe
@@ -206,9 +205,7 @@ def best_of(fixed: list[Arm]) -> Arm:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument(
         "--smoke", action="store_true", help="a short run, whose figures say little"
     )
@@ -219,7 +216,6 @@ def main() -> None:
         metavar="N",
         help="fixed numbers; default: all that there may be",
     )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     workload = SMOKE if options.smoke else Workload()
     numbers = options.fixed or range(workload.least, workload.most + 1)
@@ -249,7 +245,7 @@ def main() -> None:
             "best": best.workers,
             "slower": slower,
         }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        options.json.write(figures)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,8 @@ the two colocated arms alone: the engines of the separate one share its cores.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import os
 import sys
 import tempfile
@@ -36,6 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.runs.executed import executed
 from orchestration.logs import configure
 from orchestration.recipe.loading.load import parse_recipe
@@ -164,9 +163,7 @@ async def compare(model: str, steps: int, launcher: str, changes: Changes) -> li
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
@@ -175,7 +172,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--smoke", action="store_true", help="a few steps in one process: does it run"
     )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
     configure(terminal=False)
     os.environ[SECONDS] = "0.05" if args.smoke else str(args.reward_seconds)
@@ -189,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arms = asyncio.run(compare(args.model, steps, launcher, changes))
     print(table(arms))
     if args.json:
-        args.json.write_text(json.dumps([asdict(arm) for arm in arms], indent=2) + "\n")
+        args.json.write([asdict(arm) for arm in arms])
     return 0
 
 

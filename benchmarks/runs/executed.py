@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import needs
+from benchmarks import harness
 from orchestration.history.events_file import METRICS, MetricsFile
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.schema import Recipe
@@ -51,7 +51,7 @@ def raylets(number: int, cpus: int, **head: Any) -> Iterator[Any]:
     # Ray lowers the priority of workers; on a busy machine they would get no time.
     # Its memory monitor kills workers when other processes of this machine fill the memory.
     os.environ |= {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
-    with needs("bench"):
+    with harness.needs("bench"):
         from ray.cluster_utils import Cluster
 
     cluster = Cluster(

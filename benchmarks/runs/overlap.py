@@ -54,7 +54,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import math
 import sys
 import tempfile
@@ -66,6 +65,7 @@ from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.runs.executed import executed, on_ray, raylets
 from benchmarks.runs.synchronous import synchronous_run
 from orchestration.logs import configure
@@ -609,9 +609,7 @@ def report(workload: Workload, arms: Sequence[Arm]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--engine", choices=["mock", "torch"], default="mock")
     parser.add_argument("--step-seconds", type=float, default=Workload.step_seconds, help="mock")
     parser.add_argument("--balance", type=float, default=Workload.balance, help="mock")
@@ -631,7 +629,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--repeats", type=int, default=TorchWorkload.repeats, help="torch: runs of each arm"
     )
-    parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--smoke", action="store_true", help="seconds instead of minutes: does it run at all?"
     )
@@ -644,7 +641,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _main_torch(parser, options) if options.engine == "torch" else _main_mock(parser, options)
     )
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+        options.json.write(result)
 
 
 def _main_torch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:

@@ -11,16 +11,15 @@ step and the fifth last.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import tempfile
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks import harness
 from benchmarks.runs.executed import executed
 from benchmarks.runs.overlap import Workload
 from orchestration.logs import configure
@@ -99,9 +98,7 @@ def line(pair: Pair) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--balance", type=float, nargs="+", default=[0.8, 1.0, 1.5, 2.5])
     parser.add_argument(
         "--sigma", type=float, nargs="+", default=[1.0, 0.3], help="spread of response lengths"
@@ -110,7 +107,6 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--beside", type=int, default=2, help="pairs at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     workloads = [
         Workload(
@@ -122,9 +118,7 @@ def main() -> None:
     with closing(ForkServer.start()) as forks:
         found = asyncio.run(pairs(workloads, options.bounds, forks, options.beside))
     if options.json:
-        options.json.write_text(
-            json.dumps([asdict(pair) for pair in found], indent=2) + "\n", encoding="utf-8"
-        )
+        options.json.write([asdict(pair) for pair in found])
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ in turn. Medians, and the median of the rounds' ratios. Needs the extra `quickst
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
@@ -21,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from orchestration.processes.environment import of_user_code
 from orchestration.rewards.pool import RewardPool
 from orchestration.sandbox.sandbox import LANDLOCK, NAMESPACES, Sandbox, refusal
@@ -129,17 +128,14 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         report = asyncio.run(measure(options.rounds, Path(folder)))
     print(table(report))
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.json.write(report)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,8 @@ each node imports everything, and those after it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -31,6 +29,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import harness
 from benchmarks.runs.executed import on_ray, raylets
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.loading.load import parse_recipe
@@ -130,9 +129,7 @@ async def compare_on_ray(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument(
         "--workers",
@@ -143,7 +140,6 @@ def main() -> None:
     parser.add_argument(
         "--ray", type=int, default=0, metavar="RAYLETS", help="on a Ray cluster of so many raylets"
     )
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measured = compare_on_ray(options.repeat, options.workers, options.ray) if options.ray else None
     found = asyncio.run(measured or compare(options.repeat, options.workers))
@@ -156,9 +152,7 @@ def main() -> None:
         )
         print(f"| {arm} | {start:.2f} | {recovery:.2f} | {private / 2**20:.0f} |")
     if options.json:
-        options.json.write_text(
-            json.dumps({"workers": options.workers + 2, "cores": os.cpu_count(), "arms": found})
-        )
+        options.json.write({"workers": options.workers + 2, "cores": os.cpu_count(), "arms": found})
 
 
 if __name__ == "__main__":

@@ -17,10 +17,8 @@ readers stay for ``--minutes``, and the server's memory is read once a second.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
 import re
@@ -38,6 +36,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import harness
 from orchestration.recipe.loading.load import parse_recipe
 from orchestration.state.registry import Registry
 from pipeline.index.client import Index
@@ -471,7 +470,7 @@ def _met(met: bool, goal: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--readers", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=20.0, help="of one turn")
     parser.add_argument("--turns", type=int, default=6, help="each without, then with readers")
@@ -484,7 +483,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="few readers, for seconds: that it runs"
     )
-    parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args(arguments)
     if options.quick:
         options.readers = 20
@@ -495,7 +493,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = asyncio.run(measure(*asked))
     print(table(found))
     if options.json:
-        options.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
+        options.json.write(asdict(found))
     return 0
 
 

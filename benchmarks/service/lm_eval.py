@@ -14,7 +14,6 @@ By default the checkpoint is SmolLM2-135M; ``--model`` takes another folder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import harness
 from benchmarks.robustness.api_fuzz import Served
 from stages.model.load import model_folder
 
@@ -195,12 +195,9 @@ def _largest(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--lm-eval", type=Path, required=True, help="its command")
     parser.add_argument("--model", type=Path, help="folder of a checkpoint")
-    parser.add_argument("--json", type=Path, help="file of the report")
     options = parser.parse_args()
     report = compare(options.model or model_folder("smollm2"), options.lm_eval)
     different = 0
@@ -214,7 +211,7 @@ def main() -> int:
     print(f"largest difference of a log-likelihood: {report['largest_difference']:.2e}")
     print(f"texts that are not transformers' greedy ones: {different}")
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+        options.json.write(report)
     return 0 if report["largest_difference"] < LOSSES and not different else 1
 
 

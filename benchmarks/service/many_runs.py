@@ -12,7 +12,6 @@ those that follow. Memory: the server's own, proportional (PSS).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -34,6 +33,7 @@ from typing import Any
 import psutil
 
 from api.client.credentials import find_token
+from benchmarks import harness
 from orchestration.history.totals import RecordedTotals, RunTotals
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import TOTALS
@@ -180,11 +180,10 @@ def memory(process: psutil.Process) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--compared", type=int, default=200)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory(prefix="asyncdock-many-") as temporary:
@@ -211,7 +210,7 @@ def main() -> None:
     if options.json:
         known = {"runs": options.runs, "steps": options.steps, "compared": options.compared}
         known |= {"servers": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(known))
+        options.json.write(known)
 
 
 def show(results: Sequence[Server]) -> None:

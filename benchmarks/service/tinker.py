@@ -22,7 +22,6 @@ the client's) vary less than those of the clock.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -40,6 +39,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import harness
 from benchmarks.runs.executed import executed
 from orchestration.logs import configure
 from orchestration.recipe.loading.load import load_recipe
@@ -297,7 +297,7 @@ def report(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--client", default=sys.executable, help="python that has tinker")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rank", type=int, default=16)
@@ -318,7 +318,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="another server: a client for it, its address, its name of the model, its process",
     )
     parser.add_argument("--smoke", action="store_true", help="a few steps: whether it works")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if subprocess.run(
         [options.client, "-c", "import tinker"], stderr=subprocess.DEVNULL
@@ -395,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"({min(ratios):.2f} to {max(ratios):.2f}), load {os.getloadavg()[0]:.0f}"
                 )
     if options.json:
-        options.json.write_text(json.dumps(measured))
+        options.json.write(measured)
     return 0
 
 

@@ -16,7 +16,6 @@ the folder that is there at the end, or has another model there. Run it from the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -37,6 +36,7 @@ import aiohttp
 import psutil
 
 from api.tinker.messages import MESSAGES
+from benchmarks import harness
 from benchmarks.robustness.api_fuzz import ROOT
 from benchmarks.service.tinker import keys
 from benchmarks.service.tinker_messages import (
@@ -423,14 +423,11 @@ def _compare(outcome: Outcome, expected: Sequence[bytes], answers: Sequence[byte
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--connections", type=int, default=6, help="of each hostile tenant")
     parser.add_argument("--steps", type=int, default=100, help="of the tenant that works")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="adk-") as folder:
@@ -458,7 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, count in outcome.faults.items():
         print(f"  {count} × {name}")
     if options.json:
-        options.json.write_text(json.dumps(vars(outcome)))
+        options.json.write(vars(outcome))
     return 1 if outcome.faults else 0
 
 

@@ -12,7 +12,6 @@ vLLM's is kept. The package is in what pip leaves of a download that ends where 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import re
@@ -30,6 +29,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks import harness
 from benchmarks.robustness.api_fuzz import Served
 from stages.model.load import model_folder
 
@@ -178,11 +178,10 @@ def copy(source: Path, target: Path, files: tuple[str, ...]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser(__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--files", nargs="*", default=FILES)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     folder = options.checkpoint or model_folder("smollm2")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -213,7 +212,7 @@ def main() -> None:
     for file, count in counts.items():
         print(f"| {file} | {count['passed']} | {count['failed']} | {count['skipped']} |")
     if options.json:
-        options.json.write_text(json.dumps({"counts": counts, "tests": report.outcomes}, indent=1))
+        options.json.write({"counts": counts, "tests": report.outcomes})
 
 
 if __name__ == "__main__":

@@ -13,16 +13,14 @@ each has ``--own`` tokens more. The model is a small Llama in float64, on two th
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import harness
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.branches import branches_of
 from stages.engines.torch.train import TorchTrainEngine
@@ -108,14 +106,11 @@ def step_of(batch: TensorDict) -> tuple[int, float, torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--shared", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--branches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--own", type=int, default=32)
     parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     cases = []
     print(
@@ -144,7 +139,7 @@ def main() -> None:
                 flush=True,
             )
     if asked.json:
-        asked.json.write_text(json.dumps(cases, indent=1) + "\n")
+        asked.json.write(cases)
 
 
 if __name__ == "__main__":

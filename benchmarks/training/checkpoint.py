@@ -15,9 +15,7 @@ over a step alone: on a CPU both share the cores.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
@@ -29,6 +27,7 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
+from benchmarks import harness
 from orchestration.checkpoints import checkpoint
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.torch.train import TorchTrainEngine
@@ -147,11 +146,10 @@ def forget(files: Sequence[Path]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(
         dir=Path.cwd()
@@ -162,7 +160,7 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:22} {value:,.3f}")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write(found)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,7 @@ beside the step:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -42,14 +40,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from tensordict import TensorDict
 
-from benchmarks import needs
+from benchmarks import harness
 from benchmarks.engines.rollout import Sizes, readings
 from orchestration.processes.forkserver import ENVIRONMENT
 from stages.algorithms.policy_gradient.grpo import GRPO
@@ -437,9 +434,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument(
         "--model", default="smollm2", help="smollm2, or a directory in Hugging Face format"
     )
@@ -454,7 +449,6 @@ def main() -> None:
     parser.add_argument(
         "--profile", action="store_true", help="print where the seconds of a train step go"
     )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     # libgomp and glibc read it when the process starts
     if any(name not in os.environ for name in ENVIRONMENT):
@@ -468,7 +462,7 @@ def main() -> None:
         "tokens: completion + prompt, the prompt once per completion (TRL's count)"
     )
     if args.peer != "none":
-        with needs("bench"):
+        with harness.needs("bench"):
             import trl  # noqa: F401
     ours = OurSide(args.model, getattr(torch, args.dtype), args.threads, 3 * (args.steps + 1))
     results = []
@@ -486,7 +480,7 @@ def main() -> None:
         runner.run(ours.engine.close())
     if args.json:
         head = {"model": args.model, "dtype": args.dtype, "threads": args.threads}
-        args.json.write_text(json.dumps({**head, "runs": results}, indent=2) + "\n")
+        args.json.write({**head, "runs": results})
 
 
 if __name__ == "__main__":

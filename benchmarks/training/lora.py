@@ -16,19 +16,17 @@ does other work too.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
+from benchmarks import harness
 from stages.adapters.names import adapter_shapes, down_of, up_of
 from stages.adapters.options import AdapterOptions
 from stages.algorithms.policy_gradient.grpo import GRPO
@@ -224,14 +222,11 @@ def decode(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     options = AdapterOptions(arguments.rank, 2.0 * arguments.rank)
@@ -286,7 +281,7 @@ def main() -> None:
         f"{found['swap']['logit_gap']:.2g}"
     )
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.json.write(found)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,12 @@ with compute.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +41,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from benchmarks import harness
 from benchmarks.flow.scale import Network
 from benchmarks.planning.rank_bytes import Step, sent
 from stages.algorithms.policy_gradient.grpo import GRPO
@@ -285,12 +283,9 @@ def measure(worlds: Sequence[int], hidden: int) -> list[dict[str, Any]]:
 
 def main(argv: list[str]) -> int:
     """Measure, print, and write the file of ``--json``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--links", action="store_true")
     parser.add_argument("--mbit", type=float, default=200.0)
     parser.add_argument("--delay-ms", type=float, default=0.0, help="needs the kernel's netem")
@@ -329,7 +324,7 @@ def main(argv: list[str]) -> int:
             )
     Console(width=120).print(table)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write(found)
     return 0
 
 

@@ -11,8 +11,6 @@ median step alone.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -21,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from orchestration.history.events_file import METRICS, read_metrics
 from pipeline.data.events import Event
 
@@ -89,11 +88,10 @@ def costs(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("recipe", nargs="?", type=Path, default=Path("recipes/quickstart.toml"))
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = costs(run(options.recipe, options.steps, options.set))
     alone = found["steps"]["alone"]["seconds"]
@@ -117,7 +115,7 @@ def main() -> None:
         f"{', '.join(f'{share:.3f}' for share in found['exposed_shares'])}"
     )
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write(found)
 
 
 if __name__ == "__main__":

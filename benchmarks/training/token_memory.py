@@ -18,11 +18,11 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from benchmarks import harness
 from stages import device as devices
 from stages.engines.torch.model.packing import pack
 from stages.engines.torch.train import TorchTrainEngine
@@ -79,13 +79,12 @@ def _peak(device: torch.device) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--window", type=int)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
@@ -118,9 +117,8 @@ def main() -> None:
             flush=True,
         )
     if options.json:
-        options.json.write_text(
-            json.dumps({"rows": rows, **vars(options)}, indent=1, default=str) + "\n"
-        )
+        kind = {name: getattr(options, name) for name in ("layers", "width", "window", "dtype")}
+        options.json.write({"rows": rows, **kind})
 
 
 if __name__ == "__main__":

@@ -46,8 +46,6 @@ Medians over repetitions, of the slowest rank; the first repetition is left out.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import tempfile
@@ -59,13 +57,13 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from math import prod
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import harness
 from orchestration.units import format_size, parse_size
 from stages import device as devices
 from stages.parallel.layout import Layout, parse_layout
@@ -626,9 +624,7 @@ def goals(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument(
         "--model", default="smollm2", help=f"{', '.join(SHAPES)}, or a folder with a config.json"
     )
@@ -646,7 +642,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--malloc", choices=["keep", "release"], default="keep", help="of a CPU: what is freed"
     )
     parser.add_argument("--deadline", type=float, default=1200, help="seconds")
-    parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny model, few repetitions: does it run at all?"
     )
@@ -694,7 +689,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "redundant_if_naive": redundant,
             "goals": goals(work, found, compared),
         }
-        options.json.write_text(json.dumps(result, indent=1))
+        options.json.write(result)
 
 
 if __name__ == "__main__":

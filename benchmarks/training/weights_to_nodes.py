@@ -53,6 +53,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from benchmarks import harness
 from benchmarks.flow.scale import Infeasible, Network, inside
 from orchestration.units import format_size, parse_size
 from pipeline.data.arena import shared_memory_directory
@@ -399,9 +400,7 @@ def equal() -> list[dict[str, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--only", choices=["nodes", "swaps", "equal"])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--engines", type=int, default=2, help="of each node")
@@ -414,7 +413,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--swap", type=float, default=0.8, help="seconds of one swap")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     result: dict[str, Any] = {}
     if options.only in (None, "nodes"):
@@ -434,7 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result["equal"] = equal()
     if options.json:
         size = {"size": options.size, "mbit": options.mbit}
-        options.json.write_text(json.dumps(size | result, indent=1) + "\n")
+        options.json.write(size | result)
     return 0
 
 
