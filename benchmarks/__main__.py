@@ -2,6 +2,7 @@
 
 python -m benchmarks                                # all of them by room, a line each
 python -m benchmarks score [--quick] [--only NAME…] [--json FILE]
+python -m benchmarks pair REF NAME [--rounds N] [--there NAME] [--json FILE] [-- OPTIONS of the benchmark]
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.compare import scoreboard
+from benchmarks.compare import pair, scoreboard
 
 HERE = Path(__file__).parent
 
@@ -54,7 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command")
     scored = commands.add_parser("score", help="one table of what has a peer, a floor or a goal")
     scoreboard.add_options(scored)
-    options = parser.parse_args(arguments)
+    paired = commands.add_parser(
+        "pair",
+        help="one benchmark at another commit and here, in turns",
+        usage="python -m benchmarks pair REF NAME [--rounds N] [--there NAME] [--json FILE] "
+        "[-- OPTIONS of the benchmark]",
+    )
+    pair.add_options(paired)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:end])
+    if options.command == "pair":
+        return pair.pair(options, given[end + 1 :])
     if options.command == "score":
         scoreboard.score(options)
     else:

@@ -57,15 +57,20 @@ class ResultFile:
         self.path.write_text(json.dumps({**head, **rows}, indent=1) + "\n", encoding="utf-8")
 
     def read(self) -> Any:
-        """The result in the file, without its head, as it was given to :meth:`write`. A file from
-        before there were heads is read too. None where there is no file."""
-        if not self.path.exists():
-            return None
-        content = json.loads(self.path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            return content
-        result = {key: value for key, value in content.items() if key != HEAD}
-        return result[ROWS] if HEAD in content and set(result) == {ROWS} else result
+        """The result in the file, by :func:`read_result`."""
+        return read_result(self.path)
+
+
+def read_result(path: Path) -> Any:
+    """The result in a file, without its head, as it was given to :meth:`ResultFile.write`. A file
+    from before there were heads is read too. None where there is no file."""
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        return content
+    result = {key: value for key, value in content.items() if key != HEAD}
+    return result[ROWS] if HEAD in content and set(result) == {ROWS} else result
 
 
 class BenchmarkParser(argparse.ArgumentParser):

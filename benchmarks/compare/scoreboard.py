@@ -8,18 +8,16 @@ name.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import ge, le
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.compare.execution import BenchmarkFailed, result_of
 from benchmarks.harness import ResultFile, warn_if_busy
 
 
@@ -159,24 +157,12 @@ BENCHMARKS = (
 
 
 def measured(benchmark: Benchmark, *, quick: bool) -> list[Score] | str:
-    """Run ``benchmark`` and return its scores, or the last line of its errors where it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = ResultFile(Path(folder) / "found.json")
-        options = benchmark.quick if quick else benchmark.full
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", f"benchmarks.{benchmark.name}"),
-                *(*options, "--json", str(found.path)),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        result = found.read()
-        if done.returncode or result is None:
-            last = done.stderr.strip().splitlines()[-1:] or ["no output"]
-            return f"exit code {done.returncode}: {last[0]}"
-        return list(benchmark.scores(result))
+    """Run ``benchmark`` and return its scores, or why it failed."""
+    try:
+        result = result_of(benchmark.name, benchmark.quick if quick else benchmark.full)
+    except BenchmarkFailed as failed:
+        return str(failed)
+    return list(benchmark.scores(result))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
