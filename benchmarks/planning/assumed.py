@@ -131,7 +131,7 @@ def _sending(
     if train.ranks == train.replicas:
         return 0.0
     of_replica = tokens / train.replicas
-    passes = max(1, round(of_replica / train.tokens_of_pass(train.token_budget)))
+    passes = max(1, round(of_replica / (train.token_budget * train.cp)))
     micro_batches = (int(of_replica / passes),) * passes
     step = Step(micro_batches, width, chosen, head=head, item=ITEM_BYTES[recipe.model.dtype])
     seconds = 0.0
