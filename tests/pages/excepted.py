@@ -33,7 +33,7 @@ COMMANDS = {
     "asyncdock export runs/letters --to published": HUB,
     "hf auth login": HUB,
     "asyncdock serve --data my-service --index": HOST,
-    "client/bin/python -m tinker_cookbook": "ten minutes, and another environment, from a package "
+    "timeout 600 client/bin/python -m tinker_cookbook": "another environment, from a package "
     "index; tests/api/tinker/test_cookbook.py executes such recipes",
     "make bounds": "an hour, a package index and 7 GB for each environment",
     "make compose-check": DOCKER,
