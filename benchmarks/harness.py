@@ -135,7 +135,7 @@ def warn_if_busy() -> None:
 def command() -> str:
     """The command line of this process, without the path of its interpreter."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    program = ["-m", spec.name] if spec else [Path(sys.argv[0]).name]
+    program = ["-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
     return shlex.join(["python", *program, *sys.argv[1:]])
 
 
