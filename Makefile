@@ -82,7 +82,7 @@ GPU_WHEELS := .gpu-wheels
 GPU_PACKAGES := .gpu-packages
 CARRIED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),,$(if $(wildcard $(GPU_WHEELS)),$(GPU_PACKAGES)))
 gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.test) $(CARRIED)
-	$(if $(CARRIED),PYTHONPATH="$(abspath $(CARRIED))") $(GPU_PYTHON) -m benchmarks.gpu_check
+	$(if $(CARRIED),PYTHONPATH="$(abspath $(CARRIED))") $(GPU_PYTHON) -m benchmarks.gpu.check
 
 $(GPU_PACKAGES): $(wildcard $(GPU_WHEELS)/*.whl)
 	rm -rf $@
@@ -92,7 +92,7 @@ $(GPU_PACKAGES): $(wildcard $(GPU_WHEELS)/*.whl)
 gpu-wheels: $(VENV)/.test
 	rm -rf $(GPU_WHEELS)
 	$(BIN)/python -m pip download --no-deps --only-binary :all: $(GPU_WHEELS_FOR:%=--python-version %) \
-	  --dest $(GPU_WHEELS) $$($(BIN)/python -m benchmarks.gpu_wheels)
+	  --dest $(GPU_WHEELS) $$($(BIN)/python -m benchmarks.gpu.wheels)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check $(SOURCES)
@@ -101,16 +101,16 @@ lint: $(VENV)/.test
 
 KILLS := 200
 soak: $(VENV)/.test
-	$(BIN)/python -m benchmarks.kill_soak --kills $(KILLS)
-	$(BIN)/python -m benchmarks.kill_soak --kills $(KILLS) --supervisor
+	$(BIN)/python -m benchmarks.robustness.kill_soak --kills $(KILLS)
+	$(BIN)/python -m benchmarks.robustness.kill_soak --kills $(KILLS) --supervisor
 
 soak-cluster: $(VENV)/.test
-	$(BIN)/python -m benchmarks.cluster_soak --kills $(KILLS)
+	$(BIN)/python -m benchmarks.robustness.cluster_soak --kills $(KILLS)
 
 BOUNDS :=
 bounds: $(VENV)/.test
 	$(BIN)/python -m pip install uv
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.bounds $(BOUNDS)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.robustness.bounds $(BOUNDS)
 
 # `make test` leaves tests/stages/engines/vllm out: they are collected only where vLLM can be imported, which is here.
 test-vllm: $(VLLM)/.test

@@ -1,66 +1,49 @@
-"""List the benchmarks, or measure what has a peer, a floor or a goal.
+"""List the benchmarks, or compare their results with others.
 
-python -m benchmarks                                # all of them, a line each
+python -m benchmarks                                # all of them by room, a line each
 python -m benchmarks score [--quick] [--only NAME…] [--json FILE]
+python -m benchmarks pair REF NAME [--rounds N] [--there NAME] [--json FILE] [-- OPTIONS of the benchmark]
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.scoreboard import BENCHMARKS, Score, measured, table
+from benchmarks.compare import pair, scoreboard
 
 HERE = Path(__file__).parent
 
 
+def description_of(path: Path) -> str:
+    """The first paragraph of the docstring of a module, on one line."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.split("\n\n")[0].split())
+
+
+def programs() -> dict[str, list[str]]:
+    """The benchmarks of each room, as ``python -m benchmarks.ROOM.NAME`` has them."""
+    names: dict[str, list[str]] = {}
+    for path in sorted(HERE.glob("*/*.py")):
+        if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8"):
+            names.setdefault(path.parent.name, []).append(path.stem)
+    return names
+
+
 def listed() -> Table:
-    """The first sentence of each program of this folder."""
-    shown = Table(box=None)
-    shown.add_column("python -m benchmarks.")
-    shown.add_column("")
-    for path in sorted(HERE.glob("*.py")):
-        source = path.read_text()
-        if path.stem.startswith("__") or "__main__" not in source:
-            continue
-        description = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0]
-        shown.add_row(path.stem, " ".join(description.split()))
+    """Each room, and the first sentence of each of its programs."""
+    shown = Table(box=None, show_header=False)
+    for room, names in programs().items():
+        shown.add_row(f"[bold]{room}[/]", description_of(HERE / room / "__init__.py"))
+        for name in names:
+            shown.add_row(f"  {room}.{name}", description_of(HERE / room / f"{name}.py"))
     return shown
-
-
-def score(options: argparse.Namespace) -> None:
-    scores: list[tuple[str, Score]] = []
-    left_out: dict[str, str] = {}
-    for benchmark in BENCHMARKS:
-        if options.only and benchmark.name not in options.only:
-            continue
-        print(f"{benchmark.name} …", file=sys.stderr, flush=True)
-        found = measured(benchmark, quick=options.quick)
-        if isinstance(found, str):
-            left_out[benchmark.name] = found
-        else:
-            scores += [(benchmark.name, one) for one in found]
-    console = Console()
-    console.print(table(scores))
-    for name, reason in left_out.items():
-        console.print(f"{name}: left out, {reason}", markup=False)
-    if options.quick:
-        console.print(
-            "Quick: the sizes are small. "
-            "The figures show that the benchmarks run, and say nothing of speed."
-        )
-    if options.json:
-        rows = [{"benchmark": name, **asdict(one), "met": one.met} for name, one in scores]
-        result = {"quick": options.quick, "scores": rows, "left_out": left_out}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,12 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command")
     scored = commands.add_parser("score", help="one table of what has a peer, a floor or a goal")
-    scored.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
-    scored.add_argument("--only", nargs="+", choices=[one.name for one in BENCHMARKS])
-    scored.add_argument("--json", type=Path, help="write the scores to this file")
-    options = parser.parse_args(arguments)
+    scoreboard.add_options(scored)
+    paired = commands.add_parser(
+        "pair",
+        help="one benchmark at another commit and here, in turns",
+        usage="python -m benchmarks pair REF NAME [--rounds N] [--there NAME] [--json FILE] "
+        "[-- OPTIONS of the benchmark]",
+    )
+    pair.add_options(paired)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:end])
+    if options.command == "pair":
+        return pair.pair(options, given[end + 1 :])
     if options.command == "score":
-        score(options)
+        scoreboard.score(options)
     else:
         Console().print(listed())
     return 0

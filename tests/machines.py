@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pytest
 
-from benchmarks.dispatch_scale import PORT, Infeasible, Network, index_server, inside, run_ip
+from benchmarks.flow.scale import PORT, Infeasible, Network, index_server, inside, run_ip
 from pipeline.data.arena import shared_memory_directory
 from tests.compose.sandbox import missing
 

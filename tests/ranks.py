@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.dispatch_scale import inside
+from benchmarks.flow.scale import inside
 from stages import device as devices
 from stages.engines.torch.parallel.mesh import join
 from stages.parallel.layout import Layout, RankCoordinates

@@ -38,7 +38,7 @@ def test_the_picture_of_the_folders_is_true() -> None:
     assert [folder for folder in drawn if not (ROOT / folder).is_dir()] == []
     two_levels = {
         "/".join(path.relative_to(ROOT).parts[:2])
-        for package in PACKAGES
+        for package in (*PACKAGES, "benchmarks")
         for path in (ROOT / package).rglob("*/__init__.py")
         if len(path.relative_to(ROOT).parts) > 2
     }

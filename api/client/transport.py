@@ -6,7 +6,7 @@
                   └────▶ anything else ──▶ ServiceError ◀───────────────────────── beyond the patience ◀───┘
 
 Three libraries were tried for this and not taken. Downloads and small calls take longer with httpx
-than with aiohttp (`benchmarks/libraries.py`); httpx also takes a server that does not speak HTTP
+than with aiohttp (`benchmarks/flow/libraries.py`); httpx also takes a server that does not speak HTTP
 for a lost connection, and httpx-sse needs it. stamina sleeps past its timeout when Retry-After is
 longer, and reports every repeat through hooks of the whole process (by default a line on standard
 output).

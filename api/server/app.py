@@ -233,7 +233,7 @@ def reduce_collections() -> None:
     """Exclude what exists at the start from garbage collection, and collect old objects rarely.
 
     With hundreds of readers, full collections, which block every answer, determined the 99th
-    percentile of request times (benchmarks/api.py).
+    percentile of request times (benchmarks/service/api.py).
     """
     gc.collect()
     gc.freeze()

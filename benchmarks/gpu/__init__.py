@@ -1,1 +1,1 @@
-"""The parts of ``make gpu-check`` (:mod:`benchmarks.gpu_check`)."""
+"""What only a machine with an accelerator can measure: ``make gpu-check``."""

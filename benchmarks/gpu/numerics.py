@@ -16,9 +16,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.work import TINY, Setting, batch_of, made, requests, responses
-from benchmarks.rollout import Case
+from benchmarks.engines.rollout import Case
+from benchmarks.gpu.work import TINY, Figure, Setting, batch_of, made, requests, responses
 from stages import device as devices
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest

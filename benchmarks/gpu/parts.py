@@ -16,12 +16,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.numerics import numbers
 from benchmarks.gpu.runs import colocated_runs, tiny_run
 from benchmarks.gpu.speed import rollout, turns, update
 from benchmarks.gpu.step import SHAPES, step_of
-from benchmarks.gpu.work import Setting
+from benchmarks.gpu.work import Figure, Setting
 
 MARK = "figure: "  # before a figure in the output of a part's process
 LAST_LINES = 12  # of the output of a part that failed
@@ -98,7 +97,7 @@ def limit_of(part: str, setting: Setting) -> float:
 def command_of(part: str, setting: Setting) -> list[str]:
     """The command that measures ``part`` alone and prints its figures for :func:`of_process`."""
     return [
-        *(sys.executable, "-m", "benchmarks.gpu_check", "--part", part, "--marked"),
+        *(sys.executable, "-m", "benchmarks.gpu.check", "--part", part, "--marked"),
         *("--device", str(setting.device), "--repeat", str(setting.repeat)),
         *(["--rehearse"] if setting.small else []),
     ]

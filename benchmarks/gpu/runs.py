@@ -8,10 +8,9 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from benchmarks import colocated
-from benchmarks.executed import executed
-from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.work import Setting
+from benchmarks.gpu.work import Figure, Setting
+from benchmarks.runs import colocated
+from benchmarks.runs.executed import executed
 from orchestration.recipe.loading.load import load_recipe
 from stages.model.load import tiny_tokenizer
 

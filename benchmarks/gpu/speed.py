@@ -11,9 +11,8 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel, Qwen2Config
 
-from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.work import Setting, made_up, requests, responses
-from benchmarks.rollout import Case, Machine, Sizes, best, floor_seconds
+from benchmarks.engines.rollout import Case, Machine, Sizes, best, floor_seconds
+from benchmarks.gpu.work import Figure, Setting, made_up, requests, responses
 from stages import device as devices
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import GroupRequest

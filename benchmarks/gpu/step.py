@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.gpu.figures import Figure
+from benchmarks.engines.rollout import Case, Machine, Sizes
 from benchmarks.gpu.speed import machine_of, update_floor
-from benchmarks.gpu.work import TINY, Setting, batch_of, made, requests, responses
-from benchmarks.rollout import Case, Machine, Sizes
+from benchmarks.gpu.work import TINY, Figure, Setting, batch_of, made, requests, responses
 from stages import device as devices
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import GroupRequest

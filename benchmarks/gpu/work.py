@@ -1,4 +1,5 @@
-"""The work that parts of the check share: sizes of models, requests, responses, train batches."""
+"""What parts of the check share: what they report, sizes of models, requests, responses, train
+batches."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.rollout import Case
+from benchmarks.engines.rollout import Case
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
 from stages.engines.torch.rollout import TorchRolloutEngine
 
@@ -36,6 +37,32 @@ LARGE: dict[str, Any] = dict(
 )
 CASES = [Case(64, 8, 128, prompt=256), Case(256, 8, 256, prompt=256)]
 SMOKE = [Case(4, 2, 6, prompt=9)]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the report: ``value`` in ``unit``, beside its ``floor`` or its ``limit`` where it
+    has one. ``timed`` figures mean nothing on a CPU."""
+
+    name: str
+    value: float
+    unit: str
+    floor: float | None = None
+    limit: float | None = None
+    timed: bool = True
+
+    @property
+    def failed(self) -> bool:
+        return self.limit is not None and not self.value <= self.limit
+
+
+def line(figure: Figure, device: torch.device) -> str:
+    text = f"{figure.name:<38}{figure.value:>12.4g} {figure.unit}"
+    if figure.floor is not None:
+        text += f", {figure.value / figure.floor:.0%} of {figure.floor:.4g}"
+    if figure.limit is not None:
+        text += f", limit {figure.limit:g}: {'FAILED' if figure.failed else 'ok'}"
+    return text + (" (no meaning on a CPU)" if figure.timed and device.type == "cpu" else "")
 
 
 @dataclass(frozen=True)

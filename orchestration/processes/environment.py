@@ -40,7 +40,7 @@ def importable(environment: Mapping[str, str]) -> dict[str, str]:
     """Return ``environment``, in which a new interpreter finds these packages.
 
     It does not look into its current folder (-P), where alone this one may have found them:
-    ``python -m benchmarks.gpu_check`` in a checkout that is not installed.
+    ``python -m benchmarks.gpu.check`` in a checkout that is not installed.
     """
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     found_here = ROOT in map(os.path.abspath, sys.path)  # of "", the current folder

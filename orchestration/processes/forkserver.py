@@ -14,7 +14,7 @@ Forking is safe because the server uses no accelerator and its only other thread
 which supports being forked. It needs Linux: process handles, and signals at a parent's death.
 
 multiprocessing's fork server is not used. A child of it that starts processes, as a runner does,
-starts a second server and imports everything again (`benchmarks/libraries.py` measures it); its
+starts a second server and imports everything again (`benchmarks/flow/libraries.py` measures it); its
 children survive a killed owner; and it sends pickles.
 """
 

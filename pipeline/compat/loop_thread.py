@@ -14,7 +14,7 @@ class LoopThread:
     """A thread that runs coroutines for callers in any thread and any loop.
 
     A call through ``anyio.from_thread.BlockingPortal`` takes at least twice as long
-    (``benchmarks/libraries.py``), which a put of one key would notice.
+    (``benchmarks/flow/libraries.py``), which a put of one key would notice.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """Connections to the index's server: one pipelined connection for calls, others for blocking reads,
 and for calls that wait behind one.
 
-Two places do without a library, for speed (`benchmarks/libraries.py` compares them): redis-py's
+Two places do without a library, for speed (`benchmarks/flow/libraries.py` compares them): redis-py's
 client takes one connection for each call under way, and `stamina.retry_context` takes longer than
 the call that it repeats.
 """

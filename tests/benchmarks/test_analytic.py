@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.analytic import Hardware, analytic_costs
+from benchmarks.planning.assumed import Hardware, analytic_costs
 from orchestration.recipe.schema import Recipe
 from stages.model.load import tiny_tokenizer
 from tests.orchestration.runs import TINY, recipe
@@ -95,3 +95,10 @@ def test_a_decoded_token_reads_the_weights_once_and_keys_and_values_of_its_row(
     keys = LAYERS * KV_HEADS * HEAD * 4 * (costs.prompt_tokens + response / 2)
     assert costs.row_seconds == pytest.approx(2 * keys)
     assert costs.swap_seconds == pytest.approx(4 * parameters)
+
+
+def test_ranks_that_share_a_micro_batch_wait_for_what_they_send(tmp_path: Path) -> None:
+    alone = analytic_costs(of_model(tmp_path), ONE, 100.0)
+    split = analytic_costs(of_model(tmp_path, train__tp=2, launch__launcher="process"), ONE, 100.0)
+    assert alone.step_seconds == 0.0
+    assert split.step_seconds > 0.0

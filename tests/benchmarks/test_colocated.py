@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.colocated import ARMS, SECONDS, Arm, main
+from benchmarks.runs.colocated import ARMS, SECONDS, Arm, main
 
 
 def test_the_smoke_run_prints_what_each_arm_holds_and_waits(
@@ -16,7 +16,7 @@ def test_the_smoke_run_prints_what_each_arm_holds_and_waits(
     monkeypatch.setenv(SECONDS, "0")  # put back at the end
     assert main(["--smoke", "--json", str(tmp_path / "arms.json")]) == 0
     separate, plain, prefetch = (
-        Arm(**arm) for arm in json.loads((tmp_path / "arms.json").read_text())
+        Arm(**arm) for arm in json.loads((tmp_path / "arms.json").read_text())["rows"]
     )
     assert [arm.arm for arm in (separate, plain, prefetch)] == list(ARMS)
     assert {arm.steps for arm in (separate, plain, prefetch)} == {3}

@@ -1,5 +1,6 @@
-"""Every benchmark starts as the pages say: ``python -m benchmarks.NAME``, in the root of a clone,
-without PYTHONPATH; and it accepts the arguments of each command of the documentation."""
+"""Every benchmark starts as the pages say: ``python -m benchmarks.ROOM.NAME``, in the root of a
+clone, without PYTHONPATH, and it accepts the arguments of each command of the documentation. What
+pages and sources name of the benchmarks exists."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from string import Template
 
 import pytest
 
+from benchmarks.__main__ import programs
 from tests.pages.page import PAGES, blocks
 from tests.plain import ROOT
+from tests.sources import PACKAGES, sources
 
 # Each in a fork of a process that has imported what all of them import, once. A command ends when
 # its arguments are parsed.
@@ -51,11 +54,8 @@ for name, *arguments in commands:
         os._exit(0)
     os.wait()
 """
-NAMES = [
-    path.stem
-    for path in sorted((ROOT / "benchmarks").glob("*.py"))
-    if 'if __name__ == "__main__"' in path.read_text()
-]
+NAMES = [f"{room}.{name}" for room, names in programs().items() for name in names]
+NAMED = re.compile(r"(?<![\w/])benchmarks(?:/[\w/]+\.py\b|(?:\.[a-z]\w*)+)")
 IN_TEXT = re.compile(r"`(python -m benchmarks\.[^`]+)`")
 STANDS_FOR = {"FOLDER": "."}  # words that a text has for any value
 
@@ -115,13 +115,33 @@ def test_a_command_of_a_page_has_arguments_that_are_accepted(
 
 def test_the_commands_of_the_pages_are_read() -> None:
     assert len(ASKED) - len(NAMES) > 70
-    assert ("planner", "--real", "tiny", "--steps", "150") in ASKED
+    assert ("planning.planner", "--real", "tiny", "--steps", "150") in ASKED
+
+
+def exists(name: str) -> bool:
+    """Whether there is a file, a room, a module, or a module with such an attribute."""
+    if "/" in name:
+        return (ROOT / name).is_file()
+    module = ROOT.joinpath(*name.split(".")[:3])
+    return module.is_dir() or module.with_suffix(".py").is_file()
+
+
+def test_what_is_named_of_the_benchmarks_exists() -> None:
+    texts = [ROOT / "Makefile", ROOT / "pyproject.toml", *PAGES]
+    texts += sources(*PACKAGES, "benchmarks", "tests")
+    named = [
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in texts
+        for name in NAMED.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 300
+    assert [each for each in named if not exists(each[1])] == []
 
 
 def test_a_benchmark_starts_as_a_module() -> None:
     """One that imports another, by the command itself."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-m", "benchmarks.planner_scale", "--help"]
+    command = [sys.executable, "-m", "benchmarks.planning.scale", "--help"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
@@ -130,7 +150,7 @@ def test_a_benchmark_starts_as_a_module() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "library"), [("transfer_queue_calls", "transfer_queue"), ("grpo_step", "trl")]
+    ("module", "library"), [("flow.calls", "transfer_queue"), ("training.grpo_step", "trl")]
 )
 def test_a_benchmark_without_its_library_says_what_to_install(module: str, library: str) -> None:
     code = f"import runpy, sys; sys.modules[{library!r}] = None; sys.argv[1:] = []; "

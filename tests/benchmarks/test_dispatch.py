@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dispatch_scale, dispatch_volume
-from benchmarks.dispatch_scale import Cell, Infeasible, Network, Work, summary, warehouse_volume
-from benchmarks.dispatch_volume import STEPS, TABLE_1, Batch, transfer_volume
+from benchmarks.flow import scale, volume
+from benchmarks.flow.scale import Cell, Infeasible, Network, Work, summary, warehouse_volume
+from benchmarks.flow.volume import STEPS, TABLE_1, Batch, transfer_volume
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,11 +38,11 @@ def test_the_iteration_makes_the_moves_that_the_equation_counts() -> None:
     gets = [name for step in STEPS for name in step.gets]
     puts = [name for step in STEPS for name in step.puts]
     assert sorted(puts) == sorted(set(puts)), "each column is put once"
-    assert (gets.count("prompt_ids"), sum(name in dispatch_volume.LONG for name in gets)) == (
+    assert (gets.count("prompt_ids"), sum(name in volume.LONG for name in gets)) == (
         1,
         2 * 5,
     )
-    integers = sum(name in dispatch_volume.INTEGERS for name in (*gets, *puts))
+    integers = sum(name in volume.INTEGERS for name in (*gets, *puts))
     missing = (8 * 3 - integers) * batch.rows * 4
     assert sum(batch.counted(step) for step in STEPS) == batch.equation - missing
 
@@ -50,7 +50,7 @@ def test_the_iteration_makes_the_moves_that_the_equation_counts() -> None:
 def test_measured_bytes_are_the_counted_ones_and_the_dock_needs_fewer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dispatch_volume.main(
+    volume.main(
         [
             "--groups",
             "3",
@@ -94,11 +94,7 @@ def namespaces(process: int) -> list[str]:
     listed = subprocess.run(
         ["ip", "netns", "list"], capture_output=True, text=True, check=True
     ).stdout
-    return [
-        line
-        for line in listed.splitlines()
-        if line.startswith(f"{dispatch_scale.PREFIX}-{process}-")
-    ]
+    return [line for line in listed.splitlines() if line.startswith(f"{scale.PREFIX}-{process}-")]
 
 
 def test_equation_4_is_equation_2_shared_among_warehouses() -> None:
@@ -128,18 +124,18 @@ def test_without_root_or_tools_it_says_so_and_ends_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert dispatch_scale.main(["--quick"]) == 2
+    assert scale.main(["--quick"]) == 2
     assert "need root" in capsys.readouterr().err
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None)
-    assert dispatch_scale.main(["--quick"]) == 2
+    assert scale.main(["--quick"]) == 2
     assert "install iproute2" in capsys.readouterr().err
 
 
 def test_hosts_are_taken_down_and_so_is_what_a_killed_run_has_left(hosts: Network) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    subprocess.run(["ip", "netns", "add", f"{dispatch_scale.PREFIX}-{dead.pid}-host0"], check=True)
+    subprocess.run(["ip", "netns", "add", f"{scale.PREFIX}-{dead.pid}-host0"], check=True)
     assert namespaces(dead.pid)
     hosts.__exit__()
     with contextlib.suppress(RuntimeError), hosts:
@@ -163,7 +159,7 @@ def test_a_quick_run_moves_what_equation_4_says(
         *arms,
         *(["--ray"] if on_ray else []),
     ]
-    assert dispatch_scale.main(command) == 0
+    assert scale.main(command) == 0
     result = json.loads((tmp_path / "result.json").read_text())["summary"]
     assert [(row["arm"], row["nodes"]) for row in result] == [
         (arm, n) for arm in arms for n in (1, 2)
@@ -184,7 +180,7 @@ def test_ctrl_c_takes_the_hosts_down(hosts: Network) -> None:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.dispatch_scale",
+        "benchmarks.flow.scale",
         "--nodes",
         "2",
         "--batches",

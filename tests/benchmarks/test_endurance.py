@@ -14,8 +14,8 @@ import pytest
 
 from api.telemetry.progress import Progress
 from api.telemetry.series import Wanted, width
-from benchmarks.endurance import BEGIN, by_clock, bytes_of, main, sent, size_of
-from benchmarks.run_growth import BOUNDS, Growth, Trend, grown, growth_table
+from benchmarks.robustness.endurance import BEGIN, by_clock, bytes_of, main, sent, size_of
+from benchmarks.robustness.growth import BOUNDS, Growth, Trend, grown, growth_table
 from orchestration.history.events_file import METRICS, MetricsFile
 from orchestration.history.past import past_of
 from pipeline.data.events import Event

@@ -15,13 +15,12 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.gpu.figures import Figure, line
+from benchmarks.engines.rollout import Case, Machine, Sizes
+from benchmarks.gpu.check import main, report
 from benchmarks.gpu.parts import Failed, marked, of_process
 from benchmarks.gpu.step import Seconds, our_figures
-from benchmarks.gpu.work import Setting, requests
-from benchmarks.gpu_check import main, report
-from benchmarks.gpu_wheels import missing, needed
-from benchmarks.rollout import Case, Machine, Sizes
+from benchmarks.gpu.wheels import missing, needed
+from benchmarks.gpu.work import Figure, Setting, line, requests
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -146,14 +145,14 @@ def test_what_is_carried_is_all_that_torch_and_transformers_do_not_bring() -> No
 def test_missing_packages_are_reported_with_a_fix() -> None:
     assert missing() == ""
     bare = subprocess.run(  # -S: nothing but the standard library
-        [sys.executable, "-S", "-m", "benchmarks.gpu_check"],
+        [sys.executable, "-S", "-m", "benchmarks.gpu.check"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": ""},
         capture_output=True,
         text=True,
     )
     assert (bare.returncode, bare.stdout) == (2, "")
-    assert bare.stderr.startswith("gpu_check: this Python lacks aiohappyeyeballs, aiohttp, ")
+    assert bare.stderr.startswith("gpu-check: this Python lacks aiohappyeyeballs, aiohttp, ")
     assert "tensordict, " in bare.stderr
     assert "make gpu-wheels" in bare.stderr
 
@@ -196,5 +195,5 @@ def test_make_gpu_check_installs_what_was_carried_for_another_python(tmp_path: P
             command, cwd=ROOT, env=inner, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == f"{packages / 'carried.py'} -m benchmarks.gpu_check"
+        assert done.stdout.splitlines()[-1] == f"{packages / 'carried.py'} -m benchmarks.gpu.check"
     assert "pip install" not in done.stdout

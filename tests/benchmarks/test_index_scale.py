@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.index_scale import cell, counts
+from benchmarks.flow.index import cell, counts
 
 
 def test_shares_of_the_clients() -> None:

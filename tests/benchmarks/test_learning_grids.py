@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import learning, noisy_rewards, staleness, waste
-from benchmarks.learning import Trial, read_trials
+from benchmarks.learning import rewards, staleness, trials, waste
+from benchmarks.learning.trials import Trial, read_trials
 from stages.tasks import tasks
 
 SHORT = [
@@ -81,12 +81,12 @@ def test_settings_are_run_at_once_and_not_again(
     file = tmp_path / "rates.json"
     rates = ["--over", "train.learning_rate=1e-3,3e-3"]
     begin = ["tiny", *rates, "--json", str(file), "--set", "evaluate.every=0", *SHORT]
-    main(learning, monkeypatch, *begin, "--seeds", "0", "--at-once", "2")
+    main(trials, monkeypatch, *begin, "--seeds", "0", "--at-once", "2")
     first = read_trials(file)
     assert {one.settings["train.learning_rate"] for one in first} == {1e-3, 3e-3}
     assert {(one.seed, one.staleness) for one in first} == {(0, 1)}, "the bound of the recipe"
     plot = tmp_path / "rates.png"
-    main(learning, monkeypatch, *begin, "--seeds", "0", "1", "--resume", "--plot", str(plot))
+    main(trials, monkeypatch, *begin, "--seeds", "0", "1", "--resume", "--plot", str(plot))
     assert read_trials(file)[:2] == first, "runs were repeated"
     assert len(read_trials(file)) == 4
     assert plot.stat().st_size
@@ -101,7 +101,7 @@ def test_what_is_noise_holds_nineteen_times_of_twenty() -> None:
     for seeds in (3, 10):
         inside = 0
         for _ in range(4000):
-            limit = learning.noise(list(draw.normal(0.5, 0.1, 10)), seeds)
+            limit = trials.noise(list(draw.normal(0.5, 0.1, 10)), seeds)
             first, second = draw.normal(0.5, 0.1, (2, seeds)).mean(axis=1)
             inside += abs(first - second) <= limit
         assert inside / 4000 == pytest.approx(0.95, abs=0.015)
@@ -155,10 +155,10 @@ def test_a_systematic_error_belongs_to_a_response() -> None:
     same each time."""
     words = ["".join(letters) for letters in itertools.product("abc", repeat=4)]
     right = tasks.spelling(words, answer=["aaaa"] * len(words))
-    scores = noisy_rewards.systematic(words, answer=["aaaa"] * len(words))
-    assert scores == noisy_rewards.systematic(words, answer=["aaaa"] * len(words))
+    scores = rewards.systematic(words, answer=["aaaa"] * len(words))
+    assert scores == rewards.systematic(words, answer=["aaaa"] * len(words))
     wrong = [share for share, score in zip(right, scores, strict=True) if share != score]
     middle = sum(0 < share < 1 for share in right)
     assert 0 < min(wrong) <= max(wrong) < 1
     assert 0.2 < len(wrong) / middle < 0.5, "half, of which a third gets the right one by chance"
-    assert {score for score in scores if 0 < score < 1} == set(noisy_rewards.MIDDLE)
+    assert {score for score in scores if 0 < score < 1} == set(rewards.MIDDLE)

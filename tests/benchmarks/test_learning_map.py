@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import learning_map
-from benchmarks.learning import Trial, read_trials, write_trials
-from benchmarks.learning_map import BOUNDS, CORRECTIONS, TASKS, Cell
+from benchmarks.learning import map as learning_map
+from benchmarks.learning.map import BOUNDS, CORRECTIONS, TASKS, Cell
+from benchmarks.learning.trials import Trial, read_trials, write_trials
 from orchestration.recipe.loading.load import load_recipe
 from orchestration.recipe.schema import Recipe
 from stages.algorithms.registry import build_algorithm

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.long_resume import measure, renumber, table
+from benchmarks.robustness.long_resume import measure, renumber, table
 from orchestration.checkpoints import checkpoint
 from orchestration.history.events_file import METRICS, read_metrics
 

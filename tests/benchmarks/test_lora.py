@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import lora
+from benchmarks.training import lora
 
 
 def test_it_prints_ratios_of_both_kinds(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.families import FAMILIES, LONGROPE, ROPE_CHANGE, WINDOW, model_of, write
-from benchmarks.models import (
+from benchmarks.engines.families import FAMILIES, LONGROPE, ROPE_CHANGE, WINDOW, model_of, write
+from benchmarks.engines.models import (
     COLUMNS,
     LENGTH,
     PROMPTS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.mutations import (
+from benchmarks.robustness.mutations import (
     AREAS,
     ROOT,
     TESTS,

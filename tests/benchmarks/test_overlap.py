@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.overlap import Trained, Workload, all_stops, longest_gap, main, measured, without
+from benchmarks.runs.overlap import (
+    Trained,
+    Workload,
+    all_stops,
+    longest_gap,
+    main,
+    measured,
+    without,
+)
 from orchestration.processes.forkserver import ForkServer
 from tests.forked import fork_server, listen
 

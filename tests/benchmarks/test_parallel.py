@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import parallel
+from benchmarks.training import parallel
 
 
 def test_formulas_give_the_bytes_that_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:

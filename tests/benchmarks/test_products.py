@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import Qwen3MoeConfig
 
-from benchmarks.products import Machine, Model, best, main
+from benchmarks.planning.products import Machine, Model, best, main
 from stages.parallel.layout import Layout
 
 CONFIG = Qwen3MoeConfig(

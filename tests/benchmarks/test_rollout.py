@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.rollout import PARTS, Case, Machine, Sizes, floor_seconds, main
+from benchmarks.engines.rollout import PARTS, Case, Machine, Sizes, floor_seconds, main
 from stages.model.load import load_model
 
 

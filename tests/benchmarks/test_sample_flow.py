@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.sample_flow import (
+from benchmarks.flow.samples import (
     CASES,
     Case,
     Round,

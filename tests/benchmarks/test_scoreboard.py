@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import __main__, scoreboard
-from benchmarks.scoreboard import BENCHMARKS, Benchmark, Score, measured, of_rollout
+from benchmarks import __main__
+from benchmarks.compare import scoreboard
+from benchmarks.compare.scoreboard import BENCHMARKS, Benchmark, Score, measured, of_rollout
 
 
 @pytest.mark.parametrize(
@@ -46,20 +47,23 @@ def test_what_cannot_run_is_left_out_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def of_two(benchmark: Benchmark, *, quick: bool) -> list[Score] | str:
-        if benchmark.name == "wire":
+        if benchmark.name == "flow.wire":
             return "exit code 2: error: no right"
         return [Score("a turn", 5.5, "ms", goal=5.0, at_most=True)]
 
-    monkeypatch.setattr(__main__, "measured", of_two)
+    monkeypatch.setattr(scoreboard, "measured", of_two)
     found = tmp_path / "scores.json"
     assert (
-        __main__.main(["score", "--quick", "--only", "wire", "agents", "--json", str(found)]) == 0
+        __main__.main(
+            ["score", "--quick", "--only", "flow.wire", "runs.agents", "--json", str(found)]
+        )
+        == 0
     )
     printed = capsys.readouterr().out
-    assert "wire: left out, exit code 2: error: no right" in printed
+    assert "flow.wire: left out, exit code 2: error: no right" in printed
     result = json.loads(found.read_text())
-    assert result["left_out"] == {"wire": "exit code 2: error: no right"}
-    assert [(one["benchmark"], one["met"]) for one in result["scores"]] == [("agents", False)]
+    assert result["left_out"] == {"flow.wire": "exit code 2: error: no right"}
+    assert [(one["benchmark"], one["met"]) for one in result["scores"]] == [("runs.agents", False)]
 
 
 @pytest.mark.timeout(1200)

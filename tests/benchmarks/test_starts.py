@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pkgutil
 
-from benchmarks import first_step
-from benchmarks.starts import measure
+from benchmarks.runs import first_step
+from benchmarks.runs.starts import measure
 from tests.orchestration.runs import forks
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.weight_sync import ARMS, config, least_seconds, main
+from benchmarks.training.weight_sync import ARMS, config, least_seconds, main
 from stages.parallel.layout import Layout
 from stages.parallel.placement import model_state, place
 from stages.resharding.plan import Phase, adamw_bytes, memory, plan_reshard

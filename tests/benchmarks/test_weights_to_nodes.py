@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import weights_to_nodes
+from benchmarks.training import weights_to_nodes
 from tests.compose.sandbox import missing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,14 @@ def test_the_trainer_sends_once_and_a_node_has_one_copy(tmp_path: Path) -> None:
         "400",
     ]
     # In a process of its own: the benchmark forks, and this one may have threads of OpenMP.
-    command = [sys.executable, "-m", "benchmarks.weights_to_nodes", *arguments, "--json", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.training.weights_to_nodes",
+        *arguments,
+        "--json",
+        str(file),
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,

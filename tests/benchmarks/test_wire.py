@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.wire import CASES, SMALL, Case, fill, main, schema
+from benchmarks.flow.wire import CASES, SMALL, Case, fill, main, schema
 from pipeline.data.arena import Arena
 from pipeline.data.blocks import BlockReader
 

@@ -33,7 +33,7 @@ COMMANDS = {
     "asyncdock export runs/letters --to published": HUB,
     "hf auth login": HUB,
     "asyncdock serve --data my-service --index": HOST,
-    "client/bin/python -m tinker_cookbook": "ten minutes, and another environment, from a package "
+    "timeout 600 client/bin/python -m tinker_cookbook": "another environment, from a package "
     "index; tests/api/tinker/test_cookbook.py executes such recipes",
     "make bounds": "an hour, a package index and 7 GB for each environment",
     "make compose-check": DOCKER,
@@ -49,7 +49,7 @@ COMMANDS = {
 # Pages of which no command is executed.
 WHOLE = {
     "compose/README.md": DOCKER,
-    "docs/lm-eval.md": "another environment, from a package index; benchmarks/lm_eval_scores.py "
+    "docs/lm-eval.md": "another environment, from a package index; benchmarks/service/lm_eval.py "
     "executes such commands",
     "docs/measurements/gpu.md": "a CUDA GPU",
     "docs/tinker.md": "another environment, from a package index; tests/api/tinker/test_sdks.py "

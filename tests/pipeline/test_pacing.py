@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.lengths import LognormalLengths
+from benchmarks.planning.assumed import LognormalLengths
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from orchestration.simulation.costs import Costs

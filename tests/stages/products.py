@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.parallel import model_of as larger_model
+from benchmarks.training.parallel import model_of as larger_model
 from stages.adapters.options import AdapterOptions
 from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from benchmarks.families import model_of as family_model
+from benchmarks.engines.families import model_of as family_model
 from orchestration.checkpoints import checkpoint
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.policy_gradient.ppo import PPO

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.memory import resident
+from benchmarks.planning.memory import resident
 from stages import device
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -230,7 +230,7 @@ def vllm_is_installed(recipe: Recipe, environment: Environment) -> Iterator[Prob
 
 @machine_check("model.source", "rollout.engine", "rollout.device", "external")
 def vllm_runs_the_model(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    """Checks what vLLM 0.32 cannot run or cannot update, each found with benchmarks/models.py
+    """Checks what vLLM 0.32 cannot run or cannot update, each found with benchmarks/engines/models.py
     (docs/engines.md)."""
     source = recipe.model.source
     config = config_of(source)

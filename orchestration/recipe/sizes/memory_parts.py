@@ -8,7 +8,7 @@ loading weights.
 
 Every row is taken to be as long as the recipe allows. Counted is what is live at the peak: not what
 a process takes before it loads a model. Freed memory that the C library or torch keeps for later is
-not counted either; :data:`KEPT` is what it came to on CPUs. ``benchmarks/memory.py`` prints these
+not counted either; :data:`KEPT` is what it came to on CPUs. ``benchmarks/planning/memory.py`` prints these
 parts beside what is measured.
 """
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks.gpu import check
 from orchestration.checkpoints.checkpoint import Checkpoint, Writer
 from stages.adapters.options import AdapterOptions
 from stages.algorithms.policy_gradient.grpo import GRPO
@@ -57,7 +57,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 def test_the_check_for_accelerators_passes(tmp_path: Path) -> None:
     """Rollout, update, replay, swap and colocated runs of three families; one has experts."""
-    assert gpu_check.main(["--device", DEVICE, "--rehearse", "--repeat", "1"]) == 0
+    assert check.main(["--device", DEVICE, "--rehearse", "--repeat", "1"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli import main as cli
-from benchmarks.synchronous import synchronous_run
+from benchmarks.runs.synchronous import synchronous_run
 from orchestration.recipe.loading.load import load_recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder

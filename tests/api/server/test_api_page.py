@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks.fuzz_api import ROOT
+from benchmarks.robustness.api_fuzz import ROOT
 
 PAGE = (ROOT / "docs" / "service.md").read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""schemathesis against a real server, all checks, with a small count; ``benchmarks/fuzz_api.py``
+"""schemathesis against a real server, all checks, with a small count; ``benchmarks/robustness/api_fuzz.py``
 has the large one."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.fuzz_api import FUZZED, QUICK, Found, Served, fuzz
+from benchmarks.robustness.api_fuzz import FUZZED, QUICK, Found, Served, fuzz
 from tests.api.watchdog import HELD
 
 

@@ -22,7 +22,7 @@ from api.telemetry.trackers import Points
 from api.terminal.live import LiveView
 from api.terminal.plain import plain_line
 from api.terminal.report import summary_table, write_report
-from benchmarks.executed import executed
+from benchmarks.runs.executed import executed
 from orchestration.history.totals import RunTotals
 from orchestration.recipe.schema import Recipe
 from pipeline.data.events import Event

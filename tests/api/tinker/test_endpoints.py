@@ -17,7 +17,7 @@ from api.tinker import models, sampling
 from api.tinker.messages import MESSAGES
 from api.tinker.models import PROTOBUF
 from api.tinker.routes import add_routes
-from benchmarks.tinker_messages import LOSS_NODES
+from benchmarks.service.tinker_messages import LOSS_NODES
 from orchestration.calls.interface import CallOptions
 from orchestration.calls.service import open_service
 from stages.calls.interface import ServedBase

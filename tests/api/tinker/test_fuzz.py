@@ -1,5 +1,5 @@
 """A server under messages that no client should send, with a small count;
-``benchmarks/fuzz_tinker.py`` has the large one."""
+``benchmarks/service/tinker_fuzz.py`` has the large one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from benchmarks.fuzz_tinker import Outcome, fuzz, judge, judge_result
-from benchmarks.tinker_messages import OPERATIONS, Message, Messages, Things
+from benchmarks.service.tinker_fuzz import Outcome, fuzz, judge, judge_result
+from benchmarks.service.tinker_messages import OPERATIONS, Message, Messages, Things
 
 OWN = Things("mine", "mine:train:0", "mine:sample:0", "r", "q", "tinker://mine/weights/x", "x")
 OTHER = Things(*["theirs"] * 7)

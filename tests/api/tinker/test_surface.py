@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from api.tinker.messages import MESSAGES
-from benchmarks.tinker_messages import OPERATIONS
+from benchmarks.service.tinker_messages import OPERATIONS
 from tests.api.tinker import sdk
 from tests.pages.page import ROOT
 

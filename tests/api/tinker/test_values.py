@@ -13,7 +13,7 @@ from api.server.service.operations import Operation
 from api.tinker import sampling
 from api.tinker.samples import SampleBody, Sampling, Targets
 from api.tinker.schemas import LossGraph
-from benchmarks.tinker_messages import LOSS_NODES, OPERATIONS, VALUES, fields_of
+from benchmarks.service.tinker_messages import LOSS_NODES, OPERATIONS, VALUES, fields_of
 from tests.api.serving import Client, problem
 from tests.api.tinker.test_endpoints import User, client
 

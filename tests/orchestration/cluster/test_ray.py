@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.overlap import SMOKE, asynchronous, ray_table
-from benchmarks.ray_cluster import on_ray, raylets
-from benchmarks.synchronous import synchronous_run
+from benchmarks.runs.executed import on_ray, raylets
+from benchmarks.runs.overlap import SMOKE, asynchronous, ray_table
+from benchmarks.runs.synchronous import synchronous_run
 from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder

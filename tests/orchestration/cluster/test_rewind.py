@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.synchronous import synchronous_run
+from benchmarks.runs.synchronous import synchronous_run
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from orchestration.workers.engines import train_engine

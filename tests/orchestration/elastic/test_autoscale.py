@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.autoscale import SMOKE, arm_of
-from benchmarks.executed import executed
+from benchmarks.runs.autoscale import SMOKE, arm_of
+from benchmarks.runs.executed import executed
 from orchestration.recipe.problems import RecipeError
 from orchestration.supervise.autoscale import PATIENCE, AutoscalePolicy, Load, Window
 from pipeline.data.events import Event

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from benchmarks import faults
+from benchmarks.robustness import faults
 from orchestration.event_feed import EventFeed
 from orchestration.guard import past
 from orchestration.guard.guard import Guard, GuardOptions
@@ -332,7 +332,7 @@ def more_and_more_solved(prompts: list[str], completions: list[str], **_: Any) -
     ]
 
 
-FAULTS = "benchmarks.faults:engine"
+FAULTS = "benchmarks.robustness.faults:engine"
 
 
 async def injected(tmp_path: Path, fault: str) -> tuple[list[dict[str, Any]], Any]:

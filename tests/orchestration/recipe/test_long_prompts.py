@@ -11,7 +11,7 @@ import pytest
 
 from api.telemetry.progress import Progress
 from api.terminal.report import summarize
-from benchmarks.synchronous import synchronous_run
+from benchmarks.runs.synchronous import synchronous_run
 from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe

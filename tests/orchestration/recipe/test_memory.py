@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import memory as memory_benchmark
+from benchmarks.planning import memory as memory_benchmark
 from orchestration.recipe.checks import memory as checks
 from orchestration.recipe.loading.load import load_recipe
 from orchestration.recipe.sizes import memory_parts

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from benchmarks.families import write
+from benchmarks.engines.families import write
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.families import write
+from benchmarks.engines.families import write
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from tests.orchestration.runs import TINY, complete, recipe

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ray_cluster import on_ray, raylets
+from benchmarks.runs.executed import on_ray, raylets
 from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.state.paths import WHERE
 from orchestration.state.registry import RunRecord

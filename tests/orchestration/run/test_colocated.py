@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.synchronous import SynchronousStep, synchronous_run
+from benchmarks.runs.synchronous import SynchronousStep, synchronous_run
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import held_bytes, plan, reshard_plan, turns
 from orchestration.recipe.worker_kinds import workers_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.executed import executed
+from benchmarks.runs.executed import executed
 from orchestration.recipe.loading.load import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.synchronous import synchronous_run
+from benchmarks.runs.synchronous import synchronous_run
 from orchestration.event_feed import EventFeed
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tensordict import TensorDict
 
-from benchmarks import synchronous as plain_loop
+from benchmarks.runs import synchronous as plain_loop
 from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.synchronous import synchronous_run
+from benchmarks.runs.synchronous import synchronous_run
 from orchestration.checkpoints import checkpoint
 from orchestration.launch import launchers
 from orchestration.processes.forkserver import ForkServer, Launch

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.executed import executed
+from benchmarks.runs.executed import executed
 from orchestration.recipe.devices import cores_here
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.lengths import LognormalLengths
+from benchmarks.planning.assumed import LognormalLengths
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs
 from orchestration.simulation.forecast import forecast, setup_of

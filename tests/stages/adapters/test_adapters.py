@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from benchmarks.families import model_of as family_model
+from benchmarks.engines.families import model_of as family_model
 from orchestration.checkpoints.checkpoint import Checkpoint, Writer
 from stages.adapters.export import load_adapter
 from stages.adapters.names import adapter_shapes, down_of, up_of

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config
 
-from benchmarks.redundant_bytes import redundant_eq3, redundant_general, split_bytes
+from benchmarks.planning.rank_bytes import redundant_eq3, redundant_general, split_bytes
 from stages.parallel.layout import Layout
 from stages.parallel.placement import ModelState, Placement, model_state, place
 from stages.resharding.plan import (

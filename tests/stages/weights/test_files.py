@@ -12,7 +12,7 @@ from packaging.version import Version, parse
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
-from benchmarks.families import FAMILIES, config_of, write
+from benchmarks.engines.families import FAMILIES, config_of, write
 from stages.engines.torch.parallel.tensor import cuts
 from stages.model import load as models
 from stages.model.files import open_skeleton

@@ -576,7 +576,7 @@ def test_ranks_that_cut_fused_matrices_are_refused_where_devices_are_shared(
 ) -> None:
     import torch
 
-    from benchmarks.families import write
+    from benchmarks.engines.families import write
 
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     for family, refused in (("Phi-3", True), ("OLMo 2", False)):

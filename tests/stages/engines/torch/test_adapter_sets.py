@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from benchmarks.families import model_of as family_model
+from benchmarks.engines.families import model_of as family_model
 from stages.adapters.names import adapted_layers, adapter_shapes, down_of, head_name, up_of
 from stages.adapters.options import AdapterOptions
 from stages.engines.protocols import AdaptersRemoved, Completion, GroupRequest, WeightMismatch

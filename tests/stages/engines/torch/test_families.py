@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.families import (
+from benchmarks.engines.families import (
     CONTEXT,
     FAMILIES,
     ROPE_CHANGE,
@@ -17,7 +17,7 @@ from benchmarks.families import (
     config_of,
     model_of,
 )
-from benchmarks.models import batch_of
+from benchmarks.engines.models import batch_of
 from stages.engines.plans import Piece
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.model.packing import Rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.families import FAMILIES, config_of
+from benchmarks.engines.families import FAMILIES, config_of
 from stages.engines.registry import Side
 from stages.engines.torch import model_check
 from stages.engines.torch.decoding import decoder

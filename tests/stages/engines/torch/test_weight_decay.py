@@ -11,7 +11,7 @@ from torch import nn
 from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from benchmarks.families import FAMILIES, model_of
+from benchmarks.engines.families import FAMILIES, model_of
 from stages.adapters.options import AdapterOptions
 from stages.adapters.training import add_adapters
 from stages.algorithms.policy_gradient.grpo import GRPO

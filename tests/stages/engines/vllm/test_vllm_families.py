@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.families import CONTEXT, write
-from benchmarks.models import (
+from benchmarks.engines.families import CONTEXT, write
+from benchmarks.engines.models import (
     Checkpoint,
     batch_of,
     generated,

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from benchmarks.families import model_of as family_model
+from benchmarks.engines.families import model_of as family_model
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.flow.catalogue import MASK

@@ -1,0 +1,1 @@
+"""Results beside others: peers, floors and goals; another commit."""

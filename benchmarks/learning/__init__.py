@@ -1,0 +1,1 @@
+"""What runs learn under settings and seeds; hours each."""

@@ -1,0 +1,1 @@
+"""Forecasts and formulas: what a run will take, beside what it took."""

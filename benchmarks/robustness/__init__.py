@@ -1,0 +1,1 @@
+"""Kills, faults, attacks, long runs, and what no test notices."""

@@ -1,0 +1,233 @@
+"""The guard: alarms of clean runs, and of runs with a fault injected.
+
+    python -m benchmarks.robustness.guard [--clean] [--faults] [--runs FOLDER …] [--sensitivity 8] [--json FILE]
+
+    clean runs: tiny at η = 0 and 2, and with two functions, quickstart; 3 seeds each ─▶ alarms      none is right
+    fault, since step n ─▶ a run of tiny ─▶ alarms      the right one at step n (± 1) is right
+
+Without --clean and --faults both are made. ``--runs``: judge the event files of runs that were made
+before, as the clean runs. The faults are in benchmarks/robustness/faults.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks import harness
+from benchmarks.robustness import faults
+from benchmarks.runs.executed import executed
+from orchestration.guard.guard import Guard
+from orchestration.history.events_file import METRICS, read_metrics
+from orchestration.recipe.loading.load import load_recipe
+from orchestration.recipe.schema import Recipe
+from orchestration.supervise.watch import options_of
+from orchestration.workers import rollout as worker
+from pipeline.data.events import AlarmEvent, Event
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+SINCE = 12  # the policy version from which on a fault is there
+TWO = "tiny with two reward functions"
+TWO_FUNCTIONS = 'reward.functions=[{name = "spelling"}, {name = "benchmarks.robustness.faults:letters", weight = 0.5}]'
+SHORT = (
+    f"train.steps={SINCE + 6}",
+    "evaluate.every=0",
+    "launch.launcher=inline",
+    "launch.max_restarts=1",
+)
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One injected fault: a run of ``tiny`` and the ``metric`` whose alarm is expected.
+
+    ``steps``: steps at which that alarm counts as raised within one step. ``spoilt``: the fault is
+    put into the built-in torch engine instead of into an engine from a factory, because only the
+    built-in one takes adapters.
+    """
+
+    name: str
+    metric: str
+    sets: tuple[str, ...]
+    steps: tuple[int, ...] = (SINCE, SINCE + 1, SINCE + 2)
+    spoilt: faults.Fault = ""
+
+
+def _engine(fault: str, *sets: str, since: int = SINCE) -> tuple[str, ...]:
+    options = f'rollout.options={{fault = "{fault}", since = {since}}}'
+    return "rollout.engine=benchmarks.robustness.faults:engine", options, *sets
+
+
+LONG = ("rollout.max_tokens=32", "rollout.on_update=cut")
+INJECTIONS = (
+    Injection("an update that was not delivered", "probe", _engine("undelivered")),
+    Injection(
+        "an adapter that was not delivered", "probe", ("model.lora.rank=4",), spoilt="undelivered"
+    ),
+    Injection("one stale tensor", "probe", _engine("stale tensor")),
+    Injection("a wrong temperature", "probe", _engine("temperature")),
+    Injection(
+        "a wrong temperature of sampling", "gap_mean_0", _engine("sampling", "pipeline.staleness=0")
+    ),
+    Injection(
+        "the KV cache kept over a swap",
+        "gap_mean_resumed",
+        _engine("cache", *LONG, since=0),
+        (1, 2, 3),
+    ),
+    Injection("another tokenizer", "tokenizer", _engine("tokenizer"), (0,)),
+    Injection(
+        "a reward that became constant",
+        "equal_groups",
+        (
+            'reward.functions=[{name = "benchmarks.robustness.faults:constant"}]',
+            "reward.processes=1",
+        ),
+    ),
+    Injection("responses that are one text", "distinct_responses", _engine("one text")),
+)
+
+
+async def events_of(recipe: Recipe) -> list[Event]:
+    """The events of a run of ``recipe`` to its end."""
+    with tempfile.TemporaryDirectory(prefix="guard-") as folder:
+        return await executed(recipe, Path(folder) / "run", must_finish=False)
+
+
+def alarms_of(events: Sequence[Event]) -> list[AlarmEvent]:
+    return [data for event in events if isinstance(data := event.decoded(), AlarmEvent)]
+
+
+def judged(recipe: Recipe, folder: Path, sensitivity: float) -> tuple[int, list[AlarmEvent]]:
+    """The number of steps in a recorded run, and the alarms that its events give."""
+    guard = Guard(replace(options_of(recipe), sensitivity=sensitivity))
+    steps = 0
+    alarms = list[AlarmEvent]()
+    for event in read_metrics(folder / METRICS):
+        steps += event.kind == "step"
+        if event.kind in ("step", "sync") and (data := event.decoded()) is not None:
+            alarms += guard.observe(data)
+    return steps, alarms
+
+
+def clean(
+    runs: Sequence[Path], sensitivity: float, only: Sequence[str] = ()
+) -> Iterator[tuple[str, int, list[AlarmEvent]]]:
+    """Of each clean run its name, its steps and its alarms."""
+    for folder in runs:
+        yield (
+            folder.name,
+            *judged(Recipe.from_json((folder / "recipe.json").read_text()), folder, sensitivity),
+        )
+    if runs:
+        return
+    for name, eta, *sets in (("tiny", 0), ("tiny", 2), (TWO, 2, TWO_FUNCTIONS), ("quickstart", 1)):
+        for seed in range(3):
+            if only and not any(text in f"{name}, η = {eta}, seed {seed}" for text in only):
+                continue
+            changes = [
+                *sets,
+                f"pipeline.staleness={eta}",
+                f"seed={seed}",
+                f"guard.sensitivity={sensitivity}",
+            ]
+            recipe = load_recipe(RECIPES / f"{name.partition(' ')[0]}.toml", changes)
+            events = asyncio.run(events_of(recipe))
+            if [event.data["state"] for event in events if event.kind == "state"][-1:] != [
+                "finished"
+            ]:
+                raise RuntimeError(f"{name}, η = {eta}, seed {seed}: the run was not finished")
+            yield (
+                (f"{name}, η = {eta}, seed {seed}"),
+                sum(e.kind == "step" for e in events),
+                alarms_of(events),
+            )
+
+
+def inject(one: Injection) -> dict[str, Any]:
+    """What the run with the fault gives: whether it was caught, the right alarm, and the metrics of
+    the others."""
+    make = worker.rollout_engine
+
+    def spoilt(*arguments: Any, **options: Any) -> Any:
+        engine = make(*arguments, **options)
+        faults.spoil(engine, one.spoilt, SINCE)
+        return engine
+
+    with patch.object(worker, "rollout_engine", spoilt if one.spoilt else make):
+        alarms = alarms_of(
+            asyncio.run(events_of(load_recipe(RECIPES / "tiny.toml", [*SHORT, *one.sets])))
+        )
+    right = next((alarm for alarm in alarms if alarm.metric == one.metric), None)
+    return {
+        "fault": one.name,
+        "caught": right is not None and right.step in one.steps,
+        "alarm": None if right is None else asdict(right),
+        "others": sorted({alarm.metric for alarm in alarms} - {one.metric}),
+    }
+
+
+def as_row(found: dict[str, Any]) -> str:
+    """One row of the table. Of what to look at the first sentence."""
+    alarm = found["alarm"]
+    cells = ["MISSED", "", ""]
+    if found["caught"]:
+        look = re.split(r"(?<=[.:]) (?=[A-Z])", alarm["look"])[0]
+        cells = [
+            f"`{alarm['metric']}`",
+            str(alarm["step"]),
+            f"{alarm['reason'].partition(': ')[2]}. {look}",
+        ]
+    return f"| {' | '.join([found['fault'], *cells, ', '.join(f'`{name}`' for name in found['others'])])} |"
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--clean", action="store_true", help="clean runs alone")
+    parser.add_argument("--faults", action="store_true", help="injected faults alone")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="runs with one of these in their names",
+    )
+    parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="FOLDER")
+    parser.add_argument("--sensitivity", type=float, default=8.0, help="of clean runs")
+    asked = parser.parse_args()
+    both = asked.clean == asked.faults
+    out = dict[str, list[dict[str, Any]]](clean=[], faults=[])
+    if both or asked.clean:
+        print("| clean run | steps | alarms |\n|---|---|---|")
+        for name, steps, alarms in clean(asked.runs, asked.sensitivity, asked.only):
+            out["clean"].append(
+                {"run": name, "steps": steps, "alarms": [asdict(alarm) for alarm in alarms]}
+            )
+            print(
+                f"| {name} | {steps} | {'; '.join(alarm.reason for alarm in alarms) or 'none'} |",
+                flush=True,
+            )
+    if both or asked.faults:
+        print(
+            f"\nFaults from version {SINCE} on:\n\n| fault | alarm | at step | what it says | "
+            f"beside it |"
+        )
+        print("|---|---|---|---|---|")
+        for one in INJECTIONS:
+            if asked.only and not any(text in one.name for text in asked.only):
+                continue
+            found = inject(one)
+            out["faults"].append(found)
+            print(as_row(found), flush=True)
+    if asked.json:
+        asked.json.write(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The servers and their clients: REST, Tinker, a served policy, a first run."""

@@ -1,0 +1,1 @@
+"""The training step, its parallel strategies, and the weights that it publishes."""
