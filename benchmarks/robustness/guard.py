@@ -1,11 +1,14 @@
 """The guard: alarms of clean runs, and of runs with a fault injected.
 
     python -m benchmarks.robustness.guard [--clean] [--faults] [--runs FOLDER …] [--sensitivity 8] [--json FILE]
+    python -m benchmarks.robustness.guard --rewards FILE … [--sensitivity 8]
 
     clean runs: tiny at η = 0 and 2, and with two functions, quickstart; 3 seeds each ─▶ alarms      none is right
     fault, since step n ─▶ a run of tiny ─▶ alarms      the right one at step n (± 1) is right
 
-Without --clean and --faults both are made. ``--runs``: judge the event files of runs that were made
+Without --clean and --faults both are made. ``--rewards``: judge the mean rewards of trials that
+benchmarks.learning has recorded: of those that lost half of what they had gained, how many had an
+alarm by then; of the others, how many had one. ``--runs``: judge the event files of runs that were made
 before, as the clean runs. The faults are in benchmarks/robustness/faults.py.
 """
 
@@ -13,7 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,8 +26,11 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks import harness
+from benchmarks.learning.map import collapse
+from benchmarks.learning.trials import read_trials
 from benchmarks.robustness import faults
 from benchmarks.runs.executed import executed
+from orchestration.guard.fall import FallJudge
 from orchestration.guard.guard import Guard
 from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.recipe.loading.load import load_recipe
@@ -173,6 +181,54 @@ def inject(one: Injection) -> dict[str, Any]:
     }
 
 
+def rewards(files: Sequence[Path], sensitivity: float) -> Iterator[str]:
+    """Yield a table of the alarms that the mean rewards of recorded trials raise, and a line for
+    each trial with one."""
+    yield "| trials | lost half of a gain | of these with an alarm by then | others | of these with one |"
+    yield "|---|---|---|---|---|"
+    alarmed = []
+    sums = Counter[str]()
+    for file in files:
+        counts = Counter[str]()
+        for one in read_trials(file):
+            lost = collapse(one.reward)
+            falls = falls_of(one.reward, sensitivity)
+            in_time = bool(falls) and (lost is None or falls[0] <= lost)
+            counts[f"{'lost' if lost else 'other'}{' alarmed' if in_time else ''}"] += 1
+            if falls:
+                means = ", ".join(f"{mean:.2f}" for mean in means_of(one.reward))
+                alarmed.append(
+                    f"{file.name} {one.recipe} η {one.staleness} seed {one.seed}, at step "
+                    f"{falls[0]}: {means}"
+                )
+        yield as_counts(file.name, counts)
+        sums += counts
+    yield as_counts("all", sums)
+    yield ""
+    yield from alarmed
+
+
+def as_counts(name: str, counts: Counter[str]) -> str:
+    lost = counts["lost"] + counts["lost alarmed"]
+    others = counts["other"] + counts["other alarmed"]
+    return f"| {name} | {lost} | {counts['lost alarmed']} | {others} | {counts['other alarmed']} |"
+
+
+def falls_of(reward: Sequence[float], sensitivity: float) -> list[int]:
+    """Return the steps, from 1, at which an alarm of the mean reward begins."""
+    judge = FallJudge(sensitivity)
+    judged = [judge.of_reward(step, mean) for step, mean in enumerate(reward, start=1)]
+    fell = [False, *(found is not None and found[0] for found in judged)]
+    return [step for step in range(1, len(fell)) if fell[step] and not fell[step - 1]]
+
+
+def means_of(reward: Sequence[float], parts: int = 12) -> Iterator[float]:
+    """Yield the means of ``parts`` parts of a run."""
+    length = max(1, len(reward) // parts)
+    for begin in range(0, len(reward), length):
+        yield statistics.fmean(reward[begin : begin + length])
+
+
 def as_row(found: dict[str, Any]) -> str:
     """One row of the table. Of what to look at the first sentence."""
     alarm = found["alarm"]
@@ -200,7 +256,11 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="FOLDER")
     parser.add_argument("--sensitivity", type=float, default=8.0, help="of clean runs")
+    parser.add_argument("--rewards", type=Path, nargs="+", default=[], metavar="FILE")
     asked = parser.parse_args()
+    if asked.rewards:
+        print("\n".join(rewards(asked.rewards, asked.sensitivity)))
+        return
     both = asked.clean == asked.faults
     out = dict[str, list[dict[str, Any]]](clean=[], faults=[])
     if both or asked.clean:
