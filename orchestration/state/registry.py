@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orchestration.recipe.schema import Recipe
-from orchestration.state.documents import CHECKPOINT_ASKED
+from orchestration.state.documents import CHECKPOINT_ASKED, SCALE
 from orchestration.state.labels import Labels
 from pipeline.data.events import ENDED, LIVE, StepEvent
 from pipeline.documents.kinds import Topic
@@ -331,6 +331,8 @@ class Registry:
             record = await self.get(run)
         if record.ended is not None and (await self.get(run)).ended == record.ended:
             await self._move(run, ENDED, "created")  # before an agent can take it
+            async with Index(self.link, run) as index:
+                await SCALE.remove(index)  # it begins with rollout.workers
             ended = round(record.ended * 1000)
             if await self._call("reopen", run=run, ended=ended, recipe=recipe.to_json()):
                 return await self.get(run)

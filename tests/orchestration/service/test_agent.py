@@ -20,6 +20,7 @@ from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
 from orchestration.service import agent as agents
 from orchestration.service.agent import Agent, AgentError
+from orchestration.state.documents import SCALE
 from orchestration.state.paths import WHERE, shared_of
 from orchestration.state.registry import RunRecord, WrongState
 from pipeline.data.events import Event
@@ -391,7 +392,10 @@ async def test_a_stopped_run_goes_on_with_other_keys_and_no_step_is_lost_or_doub
         made = checkpoint.latest(tmp_path / "runs" / run / "checkpoints")
         assert made is not None
         longer = recipe(INLINE, **{**changes, "train__steps": made.version + 4})
-        again = await service.registry.reopen(stopped, longer)
+        async with Index(service.registry.link, run) as index:
+            await SCALE.put(index, 3)  # as if it had been scaled before it ended
+            again = await service.registry.reopen(stopped, longer)
+            assert await SCALE.get(index) is None, "it begins with rollout.workers"
         assert (again.ended, again.attempts) == (None, 0)
         with pytest.raises(WrongState):  # it was resumed since
             await service.registry.reopen(stopped, longer)
