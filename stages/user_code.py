@@ -1,9 +1,8 @@
-"""Code of a user, named as ``module:attribute``: imports it, calls it, and reports where its errors
-come from."""
+"""Code of a user, named as ``module:attribute``: imports it, and reports where its errors come
+from."""
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import importlib
 import importlib.metadata
@@ -13,7 +12,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -108,14 +107,6 @@ def _shown(error: BaseException) -> str:
     return f"{error!r}" + (
         f" ({_named(user_frames[-1].filename, user_frames[-1].lineno)})" if user_frames else ""
     )
-
-
-async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call ``function``, plain or async; a plain one in a thread, as it may be slow."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **named)
-    result = await asyncio.to_thread(function, *arguments, **named)
-    return await result if isinstance(result, Awaitable) else result
 
 
 def shown(value: Any) -> str:

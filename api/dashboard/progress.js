@@ -16,7 +16,7 @@ export const STATES = { created: "waiting" }; // words of states that are not sh
 // Of a reward function what is noticed: its share of the differences of rewards, its correlation with the rest of the reward.
 const DOMINANT = 0.9;
 const OPPOSED = -0.3;
-const OFTEN = 0.1; // calls that fail
+const OFTEN = 0.05; // of the responses: each costs its group
 const RATE_STEPS = 8; // steps that tokens per second and the time left look back
 const SPAN_SECONDS = 660; // how long spans are kept
 const GONE = 6; // seconds that a worker reports later than the others, after which it is not shown as at work
@@ -257,9 +257,9 @@ export class Progress {
       return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
     };
     return names.flatMap((name) => {
-      const [score, std, share, correlation, calls, failed] = ["mean", "std", "share", "correlation", "calls", "failed"].map((what) => mean(name, what));
+      const [score, std, share, correlation, responses, lost] = ["mean", "std", "share", "correlation", "responses", "lost"].map((what) => mean(name, what));
       return [
-        failed > OFTEN * calls && `${name} failed in ${percent(failed / calls)} of its calls.`,
+        responses && lost > OFTEN * responses && `${name} could not score ${percent(lost / responses)} of the responses.`,
         names.length > 1 && std === 0 && `${name} scores all responses with ${number(score)}: it teaches nothing.`,
         share > DOMINANT && `${name} makes ${percent(share)} of the differences between the rewards of a group: the other functions hardly count.`,
         share !== null && share * names.length <= 1 && correlation < OPPOSED && `${name} pulls against the rest of the reward: its scores correlate with that by ${fixed(correlation, 2)}.`,

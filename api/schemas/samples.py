@@ -218,3 +218,8 @@ class SamplePage(BaseModel):
     next: str
     looked: int = Field(0, description="Samples that were looked at for this page.")
     steps: tuple[int, int] | None = Field(None, description="Oldest and newest step of these.")
+    dropped: dict[str, int] = Field(
+        {},
+        description="With `failed`: responses that no step has trained, as a reward function, by "
+        "its name, could not score them, and their groups were dropped.",
+    )

@@ -433,18 +433,18 @@ FAMILIES = (
     Family(
         COUNTER,
         "run_reward_calls",
-        "Calls of a reward function: all, failed, made again; and responses that it lost.",
+        "Responses of a reward function: all, lost; and its calls: all, failed, made again.",
         ("function", "what"),
         lambda run: {
-            (name, what): calls[what]
+            (name, what): calls.get(what, 0)
             for name, calls in run.totals.reward_calls.items()
-            for what in ("calls", "failed", "again", "lost")
+            for what in ("responses", "lost", "calls", "failed", "again")
         },
     ),
     Family(
         COUNTER,
         "run_reward_seconds",
-        "Seconds of the calls of a reward function.",
+        "Seconds inside a reward function, of all its calls.",
         ("function",),
         lambda run: {(name,): calls["seconds"] for name, calls in run.totals.reward_calls.items()},
     ),

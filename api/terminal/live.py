@@ -21,7 +21,15 @@ from rich.text import Text
 
 from api.telemetry.progress import Progress
 from api.telemetry.trajectories import summarize_trajectories, trajectories_text
-from api.terminal.numbers import count, duration, number, percent, short_seconds, unscored
+from api.terminal.numbers import (
+    count,
+    duration,
+    lost_text,
+    number,
+    percent,
+    short_seconds,
+    unscored,
+)
 from orchestration.history.totals import SHARES, shares
 from orchestration.units import format_size
 from pipeline.data.events import StepEvent
@@ -367,9 +375,10 @@ def _function_lines(step: StepEvent | None) -> Iterator[str]:
 def call_lines(progress: Progress) -> list[str]:
     """Return the calls of each reward function by each worker's process, in one line each."""
     return [
-        f"{worker} {name}: {count(int(tally['calls']))} calls, "
-        f"{count(int(tally['failed']))} failed, {count(int(tally['again']))} again, "
-        f"{short_seconds(tally['seconds'] / tally['calls'])} a call"
+        f"{worker} {name}: {count(int(tally['calls']))} calls, {count(int(tally['again']))} again, "
+        f"{short_seconds(tally['seconds'] / tally['calls'])} a call, "
+        f"{short_seconds(tally.get('waited', 0) / tally['calls'])} waited; "
+        f"{lost_text(tally) or 'scored all responses'}"
         for worker, totals in progress.workers.items()
         for name, tally in (totals.latest.calls or {}).items()
     ]

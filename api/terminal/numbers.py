@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -28,6 +29,20 @@ def unscored(failed: int, absent: int) -> str:
     counts = {"failed": failed, "without a reward": absent}
     text = ", ".join(f"{count:,} {outcome}" for outcome, count in counts.items() if count)
     return f"  ({text})" if text else ""
+
+
+def lost_text(figures: Mapping[str, float]) -> str:
+    """Return how many responses a reward function could not score, as a text. Older files do not
+    have how many there were.
+
+    >>> lost_text({"lost": 160, "responses": 1696}), lost_text({"lost": 0}), lost_text({"lost": 1})
+    ('could not score 160 of 1,696 responses (9%)', '', 'could not score 1 responses')
+    """
+    lost, responses = figures.get("lost", 0), figures.get("responses", 0)
+    if not lost:
+        return ""
+    of, share = (f"of {responses:,.0f} ", f" ({lost / responses:.0%})") if responses else ("", "")
+    return f"could not score {lost:,.0f} {of}responses{share}"
 
 
 def number(value: Any, form: str = ".3g") -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from api.telemetry.progress import Progress, StepPoint
-from api.terminal.numbers import duration, number, unscored
+from api.terminal.numbers import duration, lost_text, number, unscored
 from api.terminal.screen import pairs_table
 from orchestration.disk import replacing
 from orchestration.history.events_file import METRICS, read_metrics
@@ -302,13 +302,13 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def functions_text(rewards: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the mean scores at both ends of a run, and the calls that failed, of each of several
-    reward functions, or of one that failed."""
+    """Return the mean scores at both ends of a run, and the responses that it could not score, of
+    each of several reward functions, or of one that failed."""
     return "; ".join(
         f"{name} {number(figures['first_steps'], '.3f')} → {number(figures['last_steps'], '.3f')}"
-        + unscored(int(figures["failed"]), 0)
+        + (f"  ({lost})" if (lost := lost_text(figures)) else "")
         for name, figures in rewards.items()
-        if len(rewards) > 1 or figures["failed"]
+        if len(rewards) > 1 or figures["lost"]
     )
 
 

@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from api.terminal.numbers import lost_text
+
 DOMINANT = 0.9  # of the reward's variance in groups: the other functions hardly count
 OPPOSED = -0.3  # correlation with the rest of the reward
-OFTEN = 0.1  # of calls that fail
+OFTEN = 0.05  # of the responses: each costs its group
 
 
 def reward_notes(rewards: Mapping[str, Mapping[str, Any]], steps: int) -> list[str]:
     """Return what stands out in ``rewards`` of the summary, whose last ``steps`` steps they are of.
 
     >>> figures = {"last_steps": 0.0, "std": 0.0, "share": None, "correlation": None}
-    >>> reward_notes({"right": {**figures, "calls": 9, "failed": 3}}, 5)
-    ['right failed in 3 of 9 calls: logs/flow-0.log has the errors.']
+    >>> reward_notes({"right": {**figures, "responses": 9, "lost": 3, "again": 7}}, 5)
+    ['right could not score 3 of 9 responses (33%), called again 7 times: logs/flow-0.log has the errors.']
     """
     notes = []
     ending = f"in the last {steps} steps"
     for name, figures in rewards.items():
         share, correlation = figures["share"], figures["correlation"]
-        if figures["failed"] > OFTEN * figures["calls"]:
-            calls = f"{figures['failed']:,.0f} of {figures['calls']:,.0f} calls"
-            notes.append(f"{name} failed in {calls}: logs/flow-0.log has the errors.")
+        if figures["lost"] > OFTEN * figures["responses"]:
+            notes.append(
+                f"{name} {lost_text(figures)}, called again {figures['again']:,.0f} times: "
+                f"logs/flow-0.log has the errors."
+            )
         if len(rewards) > 1 and figures["std"] == 0:
             score = format(figures["last_steps"], ".3g")
             notes.append(f"{name} scores all responses with {score} {ending}: it teaches nothing.")

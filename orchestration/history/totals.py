@@ -34,7 +34,8 @@ SHARES = ("busy", "waiting_input", "waiting_room", "other")
 OPEN = "open"  # of the numbers of trajectories the one that does not only grow
 DRAFTS = ("drafted_tokens", "held_tokens")  # the numbers of drafts
 COUNTED_TOKENS = ("generated", "trained", "filtered")
-OF_CALLS = ("calls", "failed", "again", "lost", "seconds")  # of a reward function
+# of a reward function
+OF_CALLS = ("responses", "lost", "calls", "failed", "again", "seconds", "waited")
 # Fields of RunTotals: plain values; and newest events.
 _PLAIN = (
     *(

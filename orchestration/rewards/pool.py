@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,15 @@ from orchestration.rewards.needs import ENTRY, found_sandbox, preload_of, sandbo
 from orchestration.rewards.process import Setup
 from orchestration.sandbox.sandbox import Sandbox
 from orchestration.sandbox.user_code import import_path
-from stages.rewards.calls import Arguments, Caller, CallFailed, Scores, selected, too_slow
+from stages.rewards.calls import (
+    Arguments,
+    Caller,
+    CallFailed,
+    Scores,
+    Stopwatch,
+    selected,
+    too_slow,
+)
 from stages.rewards.registry import RewardError
 
 START_SECONDS = 120.0  # to import the functions
@@ -119,7 +128,13 @@ class RewardPool(Caller):
         return self._takes[name][1]
 
     async def call(
-        self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
+        self,
+        name: str,
+        arguments: Arguments,
+        timeout: float,
+        *,
+        alone: bool = False,
+        watch: Stopwatch | None = None,
     ) -> Scores:
         await self.open()
         wants, is_async = self._takes[name]
@@ -129,7 +144,7 @@ class RewardPool(Caller):
             "rows": len(arguments["completions"]),
         }
         answer = await (self._call_shared if is_async and not alone else self._call_alone)(
-            request, timeout
+            request, timeout, watch or Stopwatch()
         )
         bound_log(self._log, LOG_BYTES)
         if "error" in answer:
@@ -144,7 +159,9 @@ class RewardPool(Caller):
             self._starter.close()
             self._starter = None
 
-    async def _call_alone(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+    async def _call_alone(
+        self, request: dict[str, Any], timeout: float, watch: Stopwatch
+    ) -> dict[str, Any]:
         async with self._slots:
             while self._free and self._free[-1].ended:
                 await self._end(self._free.pop())
@@ -153,7 +170,7 @@ class RewardPool(Caller):
             answer = None
             try:
                 async with deadline:
-                    answer = await process.call(request, timeout)
+                    answer = await process.call(request, timeout, watch)
             except TimeoutError:
                 raise too_slow(timeout, request["rows"]) from None
             finally:
@@ -163,7 +180,9 @@ class RewardPool(Caller):
                     self._free.append(process)
         return answer
 
-    async def _call_shared(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+    async def _call_shared(
+        self, request: dict[str, Any], timeout: float, watch: Stopwatch
+    ) -> dict[str, Any]:
         async with self._opening:
             process = self._concurrent
             if process is None or process.ended:
@@ -171,7 +190,7 @@ class RewardPool(Caller):
         deadline = asyncio.timeout(timeout + GRACE_SECONDS)
         try:
             async with deadline:
-                answer = await process.call(request, timeout)
+                answer = await process.call(request, timeout, watch)
         except (
             TimeoutError
         ):  # a call blocks the event loop of the process: this one, or another one
@@ -228,9 +247,15 @@ class PoolOfEach(Caller):
         return await self._pools[name].is_async(name)
 
     async def call(
-        self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
+        self,
+        name: str,
+        arguments: Arguments,
+        timeout: float,
+        *,
+        alone: bool = False,
+        watch: Stopwatch | None = None,
     ) -> Scores:
-        return await self._pools[name].call(name, arguments, timeout, alone=alone)
+        return await self._pools[name].call(name, arguments, timeout, alone=alone, watch=watch)
 
     async def close(self) -> None:
         for pool in {*self._pools.values()}:
@@ -242,11 +267,19 @@ class _RewardProcess(UserProcess):
 
     takes: Takes
 
-    async def call(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Send ``request``, and return its answer. Raises CallFailed when the process ends
-        before."""
+    async def call(
+        self, request: dict[str, Any], timeout: float, watch: Stopwatch
+    ) -> dict[str, Any]:
+        """Send ``request``, and return its answer, whose seconds the ``watch`` gets. Where none
+        comes, the function has run since then, for ``timeout`` at most. Raises CallFailed when the
+        process ends before."""
+        began = time.monotonic()
+        seconds: float | None = None
         try:
             answer, _ = await self.ask({"timeout": timeout, **request})
+            seconds = answer["seconds"]
         except ProcessEnded as ended:
             raise CallFailed(str(ended), shared=ended.shared) from None
+        finally:
+            watch.add(min(timeout, time.monotonic() - began) if seconds is None else seconds)
         return answer

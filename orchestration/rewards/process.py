@@ -3,12 +3,13 @@
 Its standard input is a socket to the pool (:mod:`orchestration.rewards.pool`).
 
     start: sandbox, limits ─▶ import the functions ─▶ what they take ──▶ pool    (messages: orchestration.processes.line)
-    pool ──▶ {id, name, arguments, rows, timeout} ─▶ call ─▶ {id, scores}, or {id, error, place, misfit, last} ──▶ pool
+    pool ──▶ {id, name, arguments, rows, timeout} ─▶ call ─┬▶ {id, seconds, scores} ──▶ pool
+                                                           └▶ {id, seconds, error, place, misfit, last} ──▶ pool
 
-``last``: the process has reached its limit of memory, and ends. Plain functions are called one at a
-time by the main thread, outside of any event loop: code that sets signal handlers, or that runs an
-event loop of its own, works. With ``concurrent``, functions are async and their calls share one
-event loop.
+``seconds``: inside the function, until its scores are read. ``last``: the process has reached its
+limit of memory, and ends. Plain functions are called one at a time by the main thread, outside of
+any event loop: code that sets signal handlers, or that runs an event loop of its own, works. With
+``concurrent``, functions are async and their calls share one event loop.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ from orchestration.processes.line import (
 )
 from orchestration.sandbox.kernel import SandboxRefused
 from orchestration.sandbox.sandbox import Sandbox, enter
-from stages.rewards.calls import CallFailed, named_by, plain_scores, raised, too_slow
+from stages.rewards.calls import (
+    CallFailed,
+    Stopwatch,
+    named_by,
+    plain_scores,
+    raised,
+    too_slow,
+)
 from stages.rewards.registry import RewardError, RewardFunctions
 
 
@@ -103,13 +111,15 @@ def _serve(line: socket.socket, functions: dict[str, Callable[..., Any]]) -> Non
 def _answer(
     request: dict[str, Any], function: Callable[..., Any], runner: asyncio.Runner
 ) -> dict[str, Any]:
+    watch = Stopwatch()
     try:
-        result = function(**request["arguments"])
-        if inspect.isawaitable(result):
-            result = runner.run(_awaited(result))
+        with watch:
+            result = function(**request["arguments"])
+            if inspect.isawaitable(result):
+                result = runner.run(_awaited(result))
     except BaseException as error:  # also SystemExit, and KeyboardInterrupt
-        return _failure(request, raised(error, function))
-    return _scored(request, result)
+        return _failure(request, raised(error, function), watch)
+    return _scored(request, result, watch)
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
@@ -129,28 +139,33 @@ async def _answer_concurrently(
     request: dict[str, Any], function: Callable[..., Any]
 ) -> dict[str, Any]:
     deadline = asyncio.timeout(request["timeout"])
+    watch = Stopwatch()
     try:
         async with deadline:
-            result = await function(**request["arguments"])
-        return _scored(request, result)
+            with watch:
+                result = await function(**request["arguments"])
+        return _scored(request, result, watch)
     except BaseException as error:
         late = deadline.expired()
         return _failure(
             request,
             too_slow(request["timeout"], request["rows"]) if late else raised(error, function),
+            watch,
         )
 
 
-def _scored(request: dict[str, Any], result: Any) -> dict[str, Any]:
+def _scored(request: dict[str, Any], result: Any, watch: Stopwatch) -> dict[str, Any]:
     try:
-        return {"id": request["id"], "scores": plain_scores(result, request["rows"])}
+        with watch:
+            scores = plain_scores(result, request["rows"])
     except CallFailed as misfit:
-        return _failure(request, misfit)
+        return _failure(request, misfit, watch)
+    return {"id": request["id"], "seconds": watch.seconds, "scores": scores}
 
 
-def _failure(request: dict[str, Any], failure: CallFailed) -> dict[str, Any]:
+def _failure(request: dict[str, Any], failure: CallFailed, watch: Stopwatch) -> dict[str, Any]:
     reason = {"error": str(failure), "place": failure.place, "misfit": failure.misfit}
-    return {"id": request["id"], **reason, "last": is_full()}
+    return {"id": request["id"], "seconds": watch.seconds, **reason, "last": is_full()}
 
 
 if __name__ == "__main__":

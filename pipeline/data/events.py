@@ -292,8 +292,9 @@ class StageEvent(EventData, kind="stage"):
     calls: Annotated[
         Mapping[str, Mapping[str, float]],
         Doc(
-            "Of a reward stage, by function: its `calls`, those that `failed`, those made `again`, "
-            "their `seconds`, and the responses that were `lost`, as it could not score them."
+            "Of a reward stage, by function: the `responses` that it was to score, and those that "
+            "were `lost`, as it could not; its `calls`, those that `failed`, those made `again`; "
+            "the `seconds` inside it, and those that its calls `waited` before."
         ),
     ] = field(default_factory=dict)
     trajectories: Annotated[

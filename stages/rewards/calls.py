@@ -13,13 +13,14 @@ import asyncio
 import inspect
 import itertools
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Protocol
 
 from stages.rewards.registry import RewardFunctions
-from stages.user_code import call, place_of
+from stages.user_code import place_of
 
 # of a row. None: the function does not apply; a text: why the row has no score; a list: its rewards
 # by turn or by token (stages.rewards.by_token)
@@ -47,15 +48,43 @@ class CallFailed(RuntimeError):
 
 @dataclass
 class CallCounts:
-    """Calls of one function by one process: how many there were, how many of them failed, how many
-    were made ``again`` after a failure, and the ``seconds`` of all of them together. ``lost``:
-    responses that have no score, as each call with them failed."""
+    """What one process has had one function score: ``responses``, and how many of them were
+    ``lost``, as each call with them failed. Calls: how many there were, how many of them failed,
+    how many were made ``again`` after a failure. Of all of them together the ``seconds`` inside the
+    function, and those that they ``waited``: for a process, or for the calls before them."""
 
+    responses: int = 0
+    lost: int = 0
     calls: int = 0
     failed: int = 0
     again: int = 0
     seconds: float = 0.0
-    lost: int = 0
+    waited: float = 0.0
+
+
+class Stopwatch:
+    """Adds up the ``seconds`` inside a function: while it is entered, in any thread."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._entered: float | None = None
+
+    def __enter__(self) -> None:
+        self._entered = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self._before = self.seconds
+        self._entered = None
+
+    @property
+    def seconds(self) -> float:
+        """Also while it is entered: a function that takes too long may not return."""
+        entered = self._entered
+        return self._before + (0.0 if entered is None else time.monotonic() - entered)
+
+    def add(self, seconds: float) -> None:
+        """Add seconds that were measured in another process."""
+        self._before += seconds
 
 
 class Caller(Protocol):
@@ -76,11 +105,18 @@ class Caller(Protocol):
         """Return whether the function is a coroutine function, whose calls run at the same time."""
 
     async def call(
-        self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
+        self,
+        name: str,
+        arguments: Arguments,
+        timeout: float,
+        *,
+        alone: bool = False,
+        watch: Stopwatch | None = None,
     ) -> Scores:
         """Return the scores of the rows, within ``timeout`` seconds.
 
-        ``alone``: no other call runs in its process meanwhile. Raises CallFailed.
+        ``alone``: no other call runs in its process meanwhile. ``watch``: gets the seconds inside
+        the function, until its scores are read; also of a call that fails. Raises CallFailed.
         """
 
     async def close(self) -> None:
@@ -106,22 +142,48 @@ class LocalCaller(Caller):
         return inspect.iscoroutinefunction(self._functions[name])
 
     async def call(
-        self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
+        self,
+        name: str,
+        arguments: Arguments,
+        timeout: float,
+        *,
+        alone: bool = False,
+        watch: Stopwatch | None = None,
     ) -> Scores:
         function = self._functions[name]
         rows = len(arguments["completions"])
         deadline = asyncio.timeout(timeout)
+        watch = watch or Stopwatch()
         try:
             async with deadline:
-                result = await call(function, **selected(arguments, named_by(function)))
+                result = await _timed(function, selected(arguments, named_by(function)), watch)
         except (Exception, SystemExit) as error:
             raise (
                 too_slow(timeout, rows) if deadline.expired() else raised(error, function)
             ) from error
-        return plain_scores(result, rows)
+        with watch:
+            return plain_scores(result, rows)
 
     async def close(self) -> None:
         pass
+
+
+async def _timed(function: Callable[..., Any], named: dict[str, Any], watch: Stopwatch) -> Any:
+    """Call ``function``, plain or async; a plain one in a thread, as it may be slow. The time until
+    a thread is free is not on the ``watch``."""
+
+    def in_thread() -> Any:
+        with watch:
+            return function(**named)
+
+    if inspect.iscoroutinefunction(function):
+        with watch:
+            return await function(**named)
+    result = await asyncio.to_thread(in_thread)
+    if not isinstance(result, Awaitable):
+        return result
+    with watch:
+        return await result
 
 
 def named_by(function: Callable[..., Any]) -> list[str] | None:

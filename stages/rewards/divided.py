@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from stages.rewards.calls import Arguments, Caller, Score, Scores
+from stages.rewards.calls import Arguments, Caller, Score, Scores, Stopwatch
 
 
 class DividedCaller(Caller):
@@ -31,7 +31,13 @@ class DividedCaller(Caller):
         return await self._local.is_async(name)
 
     async def call(
-        self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
+        self,
+        name: str,
+        arguments: Arguments,
+        timeout: float,
+        *,
+        alone: bool = False,
+        watch: Stopwatch | None = None,
     ) -> Scores:
         rows = itertools.zip_longest(arguments["completions"], arguments.get("answer", ()))
         foreign = [self._is_foreign(completion, answer) for completion, answer in rows]
@@ -43,9 +49,8 @@ class DividedCaller(Caller):
                     argument: [values[number] for number in numbers]
                     for argument, values in arguments.items()
                 }
-                scores |= zip(
-                    numbers, await caller.call(name, part, timeout, alone=alone), strict=True
-                )
+                of_part = await caller.call(name, part, timeout, alone=alone, watch=watch)
+                scores |= zip(numbers, of_part, strict=True)
         return [scores[number] for number in range(len(foreign))]
 
     async def close(self) -> None:

@@ -64,6 +64,7 @@ from stages.rewards.calls import (
     LocalCaller,
     Score,
     Scores,
+    Stopwatch,
 )
 from stages.rewards.figures import amounts_of
 from stages.rewards.registry import RESERVED, RewardError
@@ -263,6 +264,7 @@ class RewardSet:
         """Return the scores of one function, called with parts of the rows as large as its caller
         can call at the same time, or, where it is async, with each row."""
         rows = len(given["completions"])
+        self.counts[name].responses += rows
         options = self._options.get(name, {})
         given = {**given, **{key: _filled(given.get(key), options[key], rows) for key in options}}
         size = max(LEAST_ROWS, -(-rows // caller.parallel))
@@ -295,17 +297,21 @@ class RewardSet:
     ) -> Scores:
         """Make one call, counted; ``again``: after a failed one. Raises CallFailed."""
         counts = self.counts[name]
+        watch = Stopwatch()
+        began = time.monotonic()
         async with self._slots if await caller.is_async(name) else contextlib.nullcontext():
             counts.calls += 1
             counts.again += again
-            began = time.monotonic()
             try:
-                return await caller.call(name, arguments, self._policy.timeout, alone=alone)
+                return await caller.call(
+                    name, arguments, self._policy.timeout, alone=alone, watch=watch
+                )
             except CallFailed:
                 counts.failed += 1
                 raise
             finally:
-                counts.seconds += time.monotonic() - began
+                counts.seconds += watch.seconds
+                counts.waited += max(0.0, time.monotonic() - began - watch.seconds)
 
     async def _alone(
         self,

@@ -87,6 +87,11 @@ def samples_command(
         for sample in samples:
             console.print(sample_view(sample, columns))
     complain(_looked(pages, len(samples), is_ranked=filters["best"] + filters["worst"] > 0))
+    for name, lost in pages[0].dropped.items() if pages else ():
+        complain(
+            f"{lost:,} responses that {name} could not score were dropped with their groups: "
+            f"logs/flow-0.log has why."
+        )
 
 
 def _looked(pages: Sequence[SamplePage], count: int, *, is_ranked: bool) -> str:

@@ -43,7 +43,9 @@ export class Workers {
     });
     for (const worker of progress.workers.values()) {
       for (const [name, of] of Object.entries(worker.latest.calls ?? {})) {
-        const text = `${count(of.calls)} calls, ${count(of.failed)} failed, ${count(of.again)} again, ${seconds(of.seconds / of.calls)} a call`;
+        const lost = of.lost ? `could not score ${count(of.lost)} ${of.responses ? `of ${count(of.responses)} ` : ""}responses` : "scored all responses";
+        const times = `${seconds(of.seconds / of.calls)} a call, ${seconds((of.waited ?? 0) / of.calls)} waited`;
+        const text = `${count(of.calls)} calls, ${count(of.again)} again, ${times}; ${lost}`;
         entries.push(element("div", {}, element("dt", {}, `${worker.name} ${name}`), element("dd", {}, text)));
       }
     }

@@ -136,7 +136,7 @@ export class RunPage {
           ]
         : []),
       ...(functions.length > 1 || functions[0]?.includes(":")
-        ? [byFunction("Seconds of reward calls", "seconds", { note: "a step, all calls", floor: true }), byFunction("Failed reward calls", "failed", { note: "a step", floor: true })]
+        ? [byFunction("Seconds of reward calls", "seconds", { note: "a step, inside the function", floor: true }), byFunction("Responses without a score", "lost", { note: "a step", floor: true })]
         : []),
       plot("Loss", [line("loss", "loss", 1, { format: (value) => number(value, 3) })]),
       plot("KL", [line("to the behaviour policy", "kl_behaviour", 1), line("to the reference", "kl_reference", 2, optional)], { floor: true, alarms: ["kl_reference"] }),

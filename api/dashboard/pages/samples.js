@@ -159,12 +159,13 @@ export class Samples {
     return { ...page, steps: Number.isFinite(first) ? [first, last] : null };
   }
 
-  says({ next, steps }) {
+  says({ next, steps, dropped }) {
     const { best, worst } = this.fields;
     if (!this.looked) return say(this.note, "No sample is kept, or none of this step any more.");
     const samples = this.shown ? `${this.shown} samples` : "No sample fits";
     const rest = next ? (best || worst ? "; older ones were not looked at" : ", and more") : "";
-    say(this.note, `${samples}, of ${this.looked} looked at, down to step ${steps?.[0] ?? "–"}${rest}`);
+    const lost = Object.entries(dropped ?? {}).map(([name, responses]) => `. ${responses} responses that ${name} could not score were dropped with their groups: the log of flow-0 has why`);
+    say(this.note, `${samples}, of ${this.looked} looked at, down to step ${steps?.[0] ?? "–"}${rest}${lost.join("")}`);
   }
 
   /** The samples of two steps, pair by pair. */

@@ -27,7 +27,8 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
 
     A page looks at 8 MiB of them, or with `best` or `worst` at 64 MiB.
     """
-    folder = service.folder(await service.registry.get(path.run)) / FOLDER
+    record = await service.registry.get(path.run)
+    folder = service.folder(record) / FOLDER
     async with service.searches:
         try:
             page = await asyncio.to_thread(
@@ -60,4 +61,11 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
             fix=suggest(unknown[0], page.columns),
         )
     views = [SampleView.model_validate(sample) for sample in page.samples]
-    return SamplePage(samples=views, next=page.next, looked=page.looked, steps=page.steps)
+    dropped = dict[str, int]()
+    if query.failed and record.recipe["reward"]["on_error"] == "drop":
+        totals = (await service.run_statuses.of(service.index(record.id))).totals
+        counts = {name: int(of.get("lost", 0)) for name, of in totals.reward_calls.items()}
+        dropped = {name: lost for name, lost in counts.items() if lost}
+    return SamplePage(
+        samples=views, next=page.next, looked=page.looked, steps=page.steps, dropped=dropped
+    )

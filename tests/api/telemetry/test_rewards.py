@@ -21,7 +21,8 @@ from api.telemetry.prometheus import FAMILIES, RunListener
 from api.telemetry.trackers import Points
 from api.terminal.live import LiveView
 from api.terminal.plain import plain_line
-from api.terminal.report import summary_table, write_report
+from api.terminal.report import functions_text, summary_table, write_report
+from api.terminal.reward_notes import reward_notes
 from benchmarks.runs.executed import executed
 from orchestration.history.totals import RunTotals
 from orchestration.recipe.schema import Recipe
@@ -34,7 +35,7 @@ from tests.orchestration.runs import TINY, recipe
 MODULE = counted.__name__
 WEIGHTS = {"spelling": 1.0, f"{MODULE}:judge": 0.5, f"{MODULE}:constant": 0.25}
 SPELLING, JUDGE, CONSTANT = WEIGHTS
-CALLS = ("calls", "failed", "again", "lost", "seconds")
+CALLS = ("responses", "lost", "calls", "failed", "again", "seconds")
 
 
 @dataclass
@@ -130,7 +131,9 @@ def test_calls_are_those_that_the_functions_were_asked(scored: Scored) -> None:
         sums = {what: sum(step["rewards"][name][what] for step in scored.steps) for what in CALLS}
         assert sums["calls"] == len(scored.called(name))
         assert sums["failed"] == len(scored.called(name, "failed"))
-        assert sums["seconds"] >= sum(scored.called(name)) - 1e-3
+        assert sums["responses"] == sum(len(members) for members in scored.samples.values())
+        of_call = (sums["seconds"] - sum(scored.called(name))) / sums["calls"]
+        assert -1e-5 <= of_call < 3e-3, "what a call waits is none of its seconds"
     lost = sum("failed" in sample for members in scored.samples.values() for sample in members)
     rows = sum(len(members) for members in scored.samples.values())
     again = len(scored.called(JUDGE)) - rows
@@ -161,6 +164,10 @@ def test_summary_and_terminal_have_them_and_say_what_stands_out(scored: Scored) 
     report = write_report(scored.folder, scored.recipe, seconds=1.0, checkpoint=None)
     summary = json.loads((scored.folder / "summary.json").read_text())
     figures = summary["rewards"][JUDGE]
+    responses = [sample for members in scored.samples.values() for sample in members]
+    lost = sum(JUDGE in sample.get("failed", ()) for sample in responses)
+    unscored = f"could not score {lost} of {len(responses)} responses ({lost / len(responses):.0%})"
+    assert summary["reward_failed"] == figures["lost"] == lost
     means = [step["rewards"][JUDGE]["mean"] for step in scored.steps]
     assert figures["first_steps"] == pytest.approx(np.mean(means[:3]), rel=1e-5)
     assert figures["last_steps"] == pytest.approx(np.mean(means[-3:]), rel=1e-5)
@@ -177,11 +184,22 @@ def test_summary_and_terminal_have_them_and_say_what_stands_out(scored: Scored) 
         progress.apply(event)
     console.print(LiveView(progress, console).render())
     text = console.export_text()
-    assert f"({figures['failed']:.0f} failed)" in text
+    assert " ".join(text.split()).count(unscored) == 2, "of the summary, and of the live view"
+    assert f"({lost} failed)" in text, "beside the reward"
     last = scored.steps[-1]["rewards"]
     assert f"reward {JUDGE}: {last[JUDGE]['mean']:.3f} ±{last[JUDGE]['std']:.2f}" in text
     line = plain_line(progress, [event for event in scored.events if event.kind == "step"][-1])
     assert f" (spelling {last[SPELLING]['mean']:.3f}, {JUDGE} " in line
+
+
+def test_a_function_fails_often_by_its_responses_and_not_by_its_calls() -> None:
+    figures = {"last_steps": 0.5, "std": 0.5, "share": None, "correlation": None, "again": 337}
+    figures |= {"calls": 682, "failed": 497}
+    (note,) = reward_notes({"judge": {**figures, "responses": 1696, "lost": 160}}, 5)
+    assert "judge could not score 160 of 1,696 responses (9%), called again 337 times:" in note
+    assert not reward_notes({"judge": {**figures, "responses": 1696, "lost": 80}}, 5)
+    text = functions_text({"judge": {**figures, "first_steps": 0.0, "responses": 0, "lost": 80}})
+    assert text == "judge 0.000 → 0.500  (could not score 80 responses)", "of an older file"
 
 
 def test_prometheus_has_the_newest_scores_and_the_sums_of_calls(scored: Scored) -> None:
@@ -208,8 +226,9 @@ def test_prometheus_has_the_newest_scores_and_the_sums_of_calls(scored: Scored) 
     assert (CONSTANT, "correlation") not in of_scores
     assert values("run_reward_calls")[JUDGE, "calls"] == len(scored.called(JUDGE))
     assert values("run_reward_calls")[JUDGE, "failed"] == len(scored.called(JUDGE, "failed"))
-    lost = sum(step["rewards"][JUDGE]["lost"] for step in scored.steps)
-    assert values("run_reward_calls")[JUDGE, "lost"] == lost
+    for what in ("responses", "lost"):
+        total = sum(step["rewards"][JUDGE][what] for step in scored.steps)
+        assert values("run_reward_calls")[JUDGE, what] == total
     assert values("run_reward_seconds")[CONSTANT, ""] >= sum(scored.called(CONSTANT)) - 1e-3
 
 

@@ -19,10 +19,12 @@ from api.cli.common.exit_codes import BAD_INPUT, FINISHED
 from api.cli.main import app
 from api.schemas.samples import SampleView
 from api.terminal.samples import sample_view
+from benchmarks.executed import executed
 from orchestration.escapes import escaped
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from tests.orchestration.runs import MOCK, complete, recipe
+from tests.orchestration.rewards import counted
+from tests.orchestration.runs import MOCK, TINY, complete, recipe
 
 STEPS = 4
 ROWS = 16  # of a step
@@ -39,6 +41,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, result = asyncio.run(complete(Execution(RunFolder.create(made, folder))))
     assert result.state == "finished"
     return folder
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The folder of a run whose judge fails, and how many responses it did not score."""
+    folder = tmp_path_factory.mktemp("failing")
+    functions = [{"name": f"{counted.__name__}:judge"}]
+    changes = {"reward__functions": functions, "reward__retries": 0}
+    made = recipe(TINY, train__steps=STEPS, reward__max_error_share=1.0, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(counted.FILE, str(folder / "calls"))
+        events = asyncio.run(executed(made, folder / "run"))
+    steps = [event.data["rewards"] for event in events if event.kind == "step"]
+    assert len(steps) == STEPS
+    calls = [line.split() for line in (folder / "calls").read_text().splitlines()]
+    failed = sum(result == "failed" for _, result, _ in calls)
+    # those of calls after the last step are in no event
+    lost = sum(int(step[functions[0]["name"]]["lost"]) for step in steps)
+    assert 0 < lost <= failed
+    return folder / "run", lost
 
 
 def samples(*words: str | Path) -> tuple[list[dict[str, Any]], str]:
@@ -70,6 +92,20 @@ def test_a_folder_says_all_of_a_sample(run: Path) -> None:
             *([(True, row["length"] - 1)] if row["length"] > 1 else []),
         ]
         assert "".join(text for _, _, text in row["masked"]) == row["response"]
+
+
+def test_responses_that_were_dropped_as_they_failed_are_counted(failing: tuple[Path, int]) -> None:
+    folder, lost = failing
+    rows, said = samples(folder, "--failed")
+    assert rows == []
+    assert said.splitlines()[1:] == [
+        f"{lost} responses that {counted.__name__}:judge could not score were dropped with their "
+        "groups: logs/flow-0.log has why."
+    ]
+    rows, said = samples(folder, "--no-failed")
+    assert rows
+    assert "dropped" not in said
+    assert "dropped" not in samples(folder)[1]
 
 
 def test_filters_are_those_of_all_samples(run: Path) -> None:
