@@ -12,7 +12,7 @@ import typer
 
 from api.cli.common.options import PlainOption, SetOption, TrustOption
 from api.cli.common.output import refuse
-from api.cli.service.asking import ServerOption, ask, is_run_folder, split_step
+from api.cli.service.asking import ServerOption, ask, is_run_folder, refuse_no_folder, split_step
 from api.cli.service.runs import complete_run, runs_app, set_values, started
 from api.client.credentials import DEFAULT_SERVER
 
@@ -49,6 +49,7 @@ def fork(
         from api.cli.local_run import fork_here  # as a run does, it imports what trains
 
         fork_here(name, version, overrides, out, trust=trust, as_json=as_json, plain=plain)
+    refuse_no_folder(name)
     if out is not None:
         refuse("--out: is for runs in folders; a service chooses the folders of its runs")
     view = ask(server, lambda client: client.fork(name, overrides, version=version), name)

@@ -124,19 +124,17 @@ def fork_here(
     refuse_anothers(run_dir, trust)
     runs = Path.cwd() / "runs"
     out = out and Path.cwd() / out
-    with original_folder(run_dir), fork_server() as forks:
+    with original_folder(run_dir), fork_server() as forks, contextlib.ExitStack() as holding:
         try:
-            fork = forked(run_dir, version, overrides, out or runs)
+            fork = holding.enter_context(forked(run_dir, version, overrides, out or runs))
         except (CheckpointUnusable, RecipeError, RunError) as error:
             refuse(error)
-        raise typer.Exit(
-            create_and_show(
-                lambda: fork.create(out or new_folder(runs, fork.recipe)),
-                forks,
-                json=as_json,
-                plain=plain,
-            )
-        )
+
+        def create() -> RunFolder:
+            with holding:  # until the fork has files of its own
+                return fork.create(out or new_folder(runs, fork.recipe))
+
+        raise typer.Exit(create_and_show(create, forks, json=as_json, plain=plain))
 
 
 def create_and_show(
@@ -304,8 +302,10 @@ async def watch_run(
                 show_event(event)
 
         outcome = await execute(run, follow, say)
-        if outcome is not None and not progress.ended:  # the index did not record the end
-            ended = {"state": outcome.state, "reason": outcome.reason}
+        if not progress.ended:  # the index did not record the end
+            ended = {"state": "stopped", "reason": "ended at once by a second interrupt"}
+            if outcome is not None:
+                ended = {"state": outcome.state, "reason": outcome.reason}
             show_event(Event(next_id(metrics.last), time.time(), "state", ended))
         if outcome is not None and (problem := metrics.close()):
             return replace(

@@ -323,9 +323,16 @@ class StagesView(BaseModel):
 
 
 class WaitingView(BaseModel):
-    """What a run waits for at this moment. Empty before it has begun, and once it has ended."""
+    """What a run waits for at this moment: nothing before it has begun, and once it has ended."""
 
     chain: list[Wait]
+    state: str = Field(default="", description="Of a run that has ended; else empty.")
+    reason: str = Field(default="", description="Why it has ended, where that is known.")
+    ended: Seconds | None = None
+    findings: list[str] = Field(
+        default=[],
+        description="Of a run that has ended: what its rewards show, and its newest alarms.",
+    )
 
 
 class CheckpointView(BaseModel):

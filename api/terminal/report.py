@@ -92,7 +92,7 @@ def write_report(
         written(SAMPLES, lambda path: path.write_text(samples_markdown(progress), encoding="utf-8"))
     if progress.last:
         written(PLOT, lambda path: write_plot(path, progress))
-    return Report(summary, [*files, out_dir / METRICS], missing, _notes(progress, summary))
+    return Report(summary, [*files, out_dir / METRICS], missing, notes_of(progress, summary))
 
 
 def progress_of(recipe: Recipe, events: Iterable[Event]) -> Progress:
@@ -105,7 +105,7 @@ def progress_of(recipe: Recipe, events: Iterable[Event]) -> Progress:
     return progress
 
 
-def _notes(progress: Progress, summary: Mapping[str, Any]) -> list[str]:
+def notes_of(progress: Progress, summary: Mapping[str, Any]) -> list[str]:
     """Return remarks on several reward functions, and one when all rewards were equal: every
     advantage was 0 then, and the steps have trained nothing."""
     history = progress.history

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -415,7 +416,8 @@ def finish(
     directory: Path, tokenizer: Tokenizer, version: int, index_state: Mapping[str, Any], keep: int
 ) -> Checkpoint:
     """Add the files that are not the engine's, and give the checkpoint its name when all of it is
-    on the disk: from now on it exists. Then removes all but the newest ``keep``."""
+    on the disk: from now on it exists. Then removes all but the newest ``keep`` and those that
+    readers hold."""
     name = name_of(version)
     final = directory / name
     partial = directory / f".{name}.partial"
@@ -435,8 +437,20 @@ def finish(
     os.replace(partial, final)
     sync(directory)
     for old in whole(directory)[:-keep]:
-        _remove(old)
+        _remove_unless_held(old)
     return open_checkpoint(final)
+
+
+def _remove_unless_held(checkpoint: Path) -> None:
+    """Remove a checkpoint unless a reader holds it (:mod:`orchestration.checkpoints.held`)."""
+    try:
+        with (checkpoint / STATE).open("r+b") as file:  # flock of NFS wants one to be written
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(checkpoint)
+    except BlockingIOError:
+        return
+    except OSError:  # without flock, or it is gone
+        _remove(checkpoint)
 
 
 def _remove(checkpoint: Path) -> None:

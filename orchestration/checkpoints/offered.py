@@ -24,6 +24,7 @@ from orchestration.calls.checkpoints import (
 )
 from orchestration.calls.interface import CheckpointInfo
 from orchestration.checkpoints.checkpoint import MODEL, open_checkpoint, whole
+from orchestration.checkpoints.held import held
 from orchestration.recipe.loading.paths import name_of
 from pipeline.problems import Problem
 from stages.adapters.export import PREFIX, WEIGHTS
@@ -42,28 +43,30 @@ async def offer_checkpoint(source: Path, folder: Path, owner: str, base: str) ->
     ``folder``: of the calls of a server, which may be running; ``base``: the name that the trained
     base model has there. Raises CallRefused, CheckpointUnusable and OSError.
     """
-    checkpoint = _newest(source)
-    version = open_checkpoint(checkpoint).version
-    run = check_name(name_of(checkpoint.parent.parent.name))
-    name = check_name(checkpoint.name)
-    part = ADAPTER if (checkpoint / ADAPTER).is_dir() else MODEL
-    options = _options(checkpoint / ADAPTER) if part == ADAPTER else ModelOptions(rank=0)
-    path = path_of(run, "weights", name)
-    target = folder / CHECKPOINTS / run / "weights" / name / "0"
-    info = CheckpointInfo(path, run, "weights", name, time.time(), 0, options, base)
+    with held(lambda: open_checkpoint(_newest(source))) as start:
+        assert start is not None, "it was opened"
+        checkpoint = start.path
+        version = start.version
+        run = check_name(name_of(checkpoint.parent.parent.name))
+        name = check_name(checkpoint.name)
+        part = ADAPTER if (checkpoint / ADAPTER).is_dir() else MODEL
+        options = _options(checkpoint / ADAPTER) if part == ADAPTER else ModelOptions(rank=0)
+        path = path_of(run, "weights", name)
+        target = folder / CHECKPOINTS / run / "weights" / name / "0"
+        info = CheckpointInfo(path, run, "weights", name, time.time(), 0, options, base)
 
-    async def copy(partial: Path) -> None:
-        shutil.copytree(checkpoint / part, partial / part)
-        for file in (STATE, MANIFEST):
-            if (checkpoint / file).is_file():
-                shutil.copy2(checkpoint / file, partial)
-        sized = replace(info, bytes=folder_bytes(partial))
-        write_facts(partial, Checkpoint(owner, "", version, target, sized))
+        async def copy(partial: Path) -> None:
+            shutil.copytree(checkpoint / part, partial / part)
+            for file in (STATE, MANIFEST):
+                if (checkpoint / file).is_file():
+                    shutil.copy2(checkpoint / file, partial)
+            sized = replace(info, bytes=folder_bytes(partial))
+            write_facts(partial, Checkpoint(owner, "", version, target, sized))
 
-    partials = folder / CHECKPOINTS / PARTIAL
-    partials.mkdir(parents=True, exist_ok=True)
-    await write_folder(partials / f"{run}-{name}", target, copy)
-    return path
+        partials = folder / CHECKPOINTS / PARTIAL
+        partials.mkdir(parents=True, exist_ok=True)
+        await write_folder(partials / f"{run}-{name}", target, copy)
+        return path
 
 
 def _newest(source: Path) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestration.checkpoints.checkpoint import ASIDE, CheckpointUnusable, open_checkpoint, whole
+from orchestration.checkpoints.held import hold
 from orchestration.checkpoints.store import CheckpointStore
 from orchestration.recipe.loading.load import recorded_recipe
 from orchestration.state.paths import RECIPE, store_url
@@ -61,7 +62,15 @@ def verified(run: Path) -> Iterator[Verification]:
         raise NoCheckpoints(
             f"run: {run} has no checkpoint; give the folder of a run, or of one of its checkpoints"
         )
-    yield from map(verify, paths)
+    for path in paths:
+        try:
+            with hold(path):
+                verification = verify(path)
+        except FileNotFoundError:
+            if path.exists():
+                raise
+            continue  # a run that goes on has removed it
+        yield verification
     for name in names if store else []:
         if store:
             yield _verified_at(store, name)

@@ -9,7 +9,7 @@ all of them ─▶ README.md ─────────────────
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from orchestration.checkpoints.checkpoint import MODEL, Checkpoint, newest
+from orchestration.checkpoints.held import held
 from orchestration.checkpoints.recorded import of_version
 from orchestration.disk import sync
 from orchestration.history.events_file import METRICS, read_metrics
@@ -34,13 +35,12 @@ from pipeline.compat.extras import ExtraMissing
 from pipeline.data.events import Event
 from pipeline.locks import locked
 from stages.adapters.options import ADAPTER
-from stages.model.manifest import FilesDamaged, verify_part
+from stages.model.manifest import verify_part
 
 What = Literal["merged", "adapter"]
 DType = Literal["bfloat16", "float16", "float32"]
 Plot = Callable[[Path, Recipe, Sequence[Event]], object]
 
-ATTEMPTS = 3  # to read a checkpoint before the run removes it
 # of training; others tell of processes, machines and prompts
 KINDS = ("state", "step", "evaluation", "alarm", "ledger")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
@@ -78,19 +78,18 @@ def export(
         )
     base_model = base_of(recipe.model.source, base)
     parts = [MODEL, ADAPTER] if what == "adapter" else [MODEL]
+    choose = functools.partial(_checkpoint, run, store_url(recipe, run), version, parts)
     with appearing(to) as folder:
-        for attempt in itertools.count(1):
-            checkpoint = _checkpoint(run, store_url(recipe, run), version, parts)
+        with held(choose) as checkpoint:
+            if checkpoint is None:
+                raise ExportRefused(
+                    f"run: {run} has no checkpoint yet; wait for one (checkpoint.every), or ask a "
+                    f"run of a service for one with `asyncdock runs checkpoint`"
+                )
             model = ExportedModel(to.name, checkpoint.version, what, dtype or "", base_model)
-            try:
-                for part in parts:
-                    verify_part(checkpoint.path / part)
-                _write_model(checkpoint.path, folder, recipe, model)
-                break
-            except (OSError, FilesDamaged):
-                # a run that goes on removes older ones
-                if checkpoint.path.exists() or attempt == ATTEMPTS:
-                    raise
+            for part in parts:
+                verify_part(checkpoint.path / part)
+            _write_model(checkpoint.path, folder, recipe, model)
         recipe, changes = recipe_until(run, checkpoint.version)
         outside = write_recipe(recipe, folder / "recipe.toml")
         events = list(events_until(run / METRICS, checkpoint.version))
@@ -111,19 +110,15 @@ def export(
     return checkpoint.version, notes
 
 
-def _checkpoint(run: Path, url: str, version: int | None, parts: Sequence[str]) -> Checkpoint:
+def _checkpoint(
+    run: Path, url: str, version: int | None, parts: Sequence[str]
+) -> Checkpoint | None:
     """Return the checkpoint of ``version``, or the newest, copied from ``url`` where only that has
     it."""
     folder = run / "checkpoints"
-    checkpoint = (
-        newest(folder, url, parts=parts) if version is None else of_version(folder, url, version)
-    )
-    if checkpoint is None:
-        raise ExportRefused(
-            f"run: {run} has no checkpoint yet; wait for one (checkpoint.every), or ask a run of a "
-            f"service for one with `asyncdock runs checkpoint`"
-        )
-    return checkpoint
+    if version is None:
+        return newest(folder, url, parts=parts)
+    return of_version(folder, url, version)
 
 
 @contextlib.contextmanager

@@ -5,15 +5,17 @@ RUN/recipe.json, checkpoints/step-…/ ─▶ forked ─▶ the new recipe, chec
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestration.checkpoints import checkpoint, recorded
 from orchestration.checkpoints.forked import BASE, forked_recipe, take_over
+from orchestration.checkpoints.held import held
 from orchestration.private_files import write_private
 from orchestration.recipe.loading.load import (
     override,
@@ -53,38 +55,49 @@ class Fork:
         return folder
 
 
-def forked(run: Path, version: int | None, overrides: Mapping[str, Any], room: Path) -> Fork:
-    """Return the fork of the run in the folder ``run``, live or ended, with ``overrides`` of its
-    recipe by dotted key.
+@contextlib.contextmanager
+def forked(
+    run: Path, version: int | None, overrides: Mapping[str, Any], room: Path
+) -> Iterator[Fork]:
+    """Yield the fork of the run in the folder ``run``, live or ended, with ``overrides`` of its
+    recipe by dotted key. The run does not remove the checkpoint until the block ends.
 
     ``version``: of its checkpoint, 0: as it began itself; None: the newest. ``room``: where the new
     run's folder will lie. Raises RunError and RecipeError.
     """
     run = run.resolve()
     recipe = recorded_recipe(run / RECIPE)
-    start = _start(run, store_url(recipe, run), version)
-    tables = forked_recipe(json.loads(recipe.to_json()), start)
-    refused = [
-        override(tables, key, value, "--set", f"{key}={value}") for key, value in overrides.items()
-    ]
-    shorten_warmup(tables, overrides.keys())
-    problems = [problem for problem in refused if problem]
-    return Fork(parse_recipe(tables, "fork", problems, folder=room), start or run / BASE)
+    with _held_start(run, store_url(recipe, run), version) as start:
+        tables = forked_recipe(json.loads(recipe.to_json()), start)
+        refused = [
+            override(tables, key, value, "--set", f"{key}={value}")
+            for key, value in overrides.items()
+        ]
+        shorten_warmup(tables, overrides.keys())
+        problems = [problem for problem in refused if problem]
+        yield Fork(parse_recipe(tables, "fork", problems, folder=room), start or run / BASE)
 
 
-def _start(run: Path, url: str, version: int | None) -> Path | None:
-    try:
+@contextlib.contextmanager
+def _held_start(run: Path, url: str, version: int | None) -> Iterator[Path | None]:
+    folder = run / "checkpoints"
+
+    def choose() -> checkpoint.Checkpoint | None:
         if version is None:
-            start = checkpoint.newest(run / "checkpoints", url)
-        else:
-            start = recorded.of_version(run / "checkpoints", url, version)
-        if start is not None:
-            start.verify()
-    except checkpoint.CheckpointUnusable as damaged:
-        raise RunError(f"{damaged}; or fork an older one, as {run}@STEP") from None
-    if start is None and version is None:
-        raise RunError(
-            f"run: {run} has no checkpoint yet; wait for one (checkpoint.every), ask for one with "
-            f"`asyncdock runs checkpoint {run}`, or fork {run}@0, the run as it began itself"
-        )
-    return start.path if start else None
+            return checkpoint.newest(folder, url)
+        return recorded.of_version(folder, url, version)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            start = stack.enter_context(held(choose))
+            if start is not None:
+                start.verify()
+        except checkpoint.CheckpointUnusable as damaged:
+            raise RunError(f"{damaged}; or fork an older one, as {run}@STEP") from None
+        if start is None and version is None:
+            raise RunError(
+                f"run: {run} has no checkpoint yet; wait for one (checkpoint.every), ask for one "
+                f"with `asyncdock runs checkpoint {run}`, or fork {run}@0, the run as it began "
+                f"itself"
+            )
+        yield start.path if start else None

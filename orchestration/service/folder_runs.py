@@ -224,6 +224,10 @@ def _ended(run: str, folder: Path) -> RunRecord:
     summary: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         summary = json.loads((folder / SUMMARY).read_bytes())
+    with contextlib.suppress(OSError):
+        if newest := newest_events(folder / METRICS, {"state"}).get("state"):
+            # the summary is of a command before, where the newest one could not write its own
+            summary = dict(newest.data) if newest.data["state"] in ENDED else {}
     files = [folder / name for name in (SUMMARY, METRICS, RECIPE)]
     return replace(
         _begun(run, folder),

@@ -159,9 +159,9 @@ class Site:
         self.until(lambda: self.active() <= kept, "the other runs have ended")
 
     @contextmanager
-    def running(self, overrides: Mapping[str, Any]) -> Iterator[str]:
+    def running(self, overrides: Mapping[str, Any], *, recipe: str = "mock") -> Iterator[str]:
         """A run that goes on meanwhile."""
-        run = self.submit(overrides)
+        run = self.submit(overrides, recipe=recipe)
         self.until(lambda: self.run(run)["state"] == "running", f"{run} is running")
         try:
             yield run

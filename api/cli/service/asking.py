@@ -68,10 +68,7 @@ def ask(
     """
     from api.client import ApiProblem, NotShown, ServiceError
 
-    if run and Path(run).is_dir() and not is_run_folder(run):
-        refuse(f"run: {run} has no recipe.json; {_meant(run, [])}")
-    if os.sep in run and not Path(run).exists():  # no id has one
-        refuse(f"run: {run} does not exist; {_meant(run, [])}")
+    refuse_no_folder(run)
     failures: list[str] = []  # of the server that shows a run in a folder
 
     async def asking() -> T:
@@ -119,6 +116,14 @@ def _client(
 
 def is_run_folder(run: str) -> bool:
     return (Path(run) / "recipe.json").is_file()
+
+
+def refuse_no_folder(run: str) -> None:
+    """End the command where ``run`` is a path and not the folder of a run."""
+    if run and Path(run).is_dir() and not is_run_folder(run):
+        refuse(f"run: {run} has no recipe.json; {_meant(run, [])}")
+    if os.sep in run and not Path(run).exists():  # no id has one
+        refuse(f"run: {run} does not exist; {_meant(run, [])}")
 
 
 def split_step(run: str) -> tuple[str, int | None]:

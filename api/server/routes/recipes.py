@@ -84,8 +84,8 @@ async def check_recipe(
 
     Nothing is started.
     """
-    fork = await fork_of(service, body)
-    answer = await checked(service, request, **question(raw, fork), plan=True)
+    async with fork_of(service, body) as fork:
+        answer = await checked(service, request, **question(raw, fork), plan=True)
     return CheckedRecipe(**answer | {"recipe": json.loads(answer["recipe"])})
 
 

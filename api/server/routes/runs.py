@@ -93,18 +93,18 @@ async def submit_run(
     if service.settings.runs_of != "service":
         fix = "submit it to a service that `asyncdock serve` has started"
         raise HTTPProblem(403, "This server executes no runs.", kind="no-runs", fix=fix)
-    fork = await fork_of(service, body)
-    accepted = await checked(service, request, **question(raw, fork), plan=False)
-    # the first one imports algorithms
-    recipe = await asyncio.to_thread(Recipe.from_json, accepted["recipe"])
-    await _refuse_full_queue(service)
-    content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
-    fingerprint = hashlib.sha256(content).hexdigest()
-    owner = request[PRINCIPAL].name
-    submit = functools.partial(
-        service.registry.submit, owner=owner, key=headers.key, fingerprint=fingerprint
-    )
-    record, is_new = await (begin_fork(fork, recipe, submit) if fork else submit(recipe))
+    async with fork_of(service, body) as fork:
+        accepted = await checked(service, request, **question(raw, fork), plan=False)
+        # the first one imports algorithms
+        recipe = await asyncio.to_thread(Recipe.from_json, accepted["recipe"])
+        await _refuse_full_queue(service)
+        content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
+        fingerprint = hashlib.sha256(content).hexdigest()
+        owner = request[PRINCIPAL].name
+        submit = functools.partial(
+            service.registry.submit, owner=owner, key=headers.key, fingerprint=fingerprint
+        )
+        record, is_new = await (begin_fork(fork, recipe, submit) if fork else submit(recipe))
     return Reply(
         await _view(service, record), 201 if is_new else 200, {"Location": f"/v1/runs/{record.id}"}
     )
@@ -363,11 +363,24 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
     errors=(404,),
 )
 async def get_waiting(service: Service, path: RunPath) -> WaitingView:
-    """The chain of waiting: what training waits for, down to a worker and its last sign of life."""
-    try:
-        return WaitingView(
-            chain=await waiting_chain(service.index((await service.registry.get(path.run)).id))
+    """The chain of waiting: what training waits for, down to a worker and its last sign of life. Of
+    a run that has ended: how, and what its rewards show."""
+    record = await service.registry.get(path.run)
+    if record.state in ENDED:
+        from api.terminal.findings import findings_of
+
+        findings = await asyncio.to_thread(
+            lambda: findings_of(service.folder(record), Recipe.recorded(record.recipe))
         )
+        return WaitingView(
+            chain=[],
+            state=record.state,
+            reason=record.reason,
+            ended=record.ended,
+            findings=findings,
+        )
+    try:
+        return WaitingView(chain=await waiting_chain(service.index(record.id)))
     except (IndexRefused, LookupError):  # the run has not started
         return WaitingView(chain=[])
 

@@ -7,9 +7,11 @@ POST /v1/runs {"run": A} ─▶ fork_of ─▶ A's recipe with its weights ─�
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from api.server.http.problems import HTTPProblem
 from api.server.service.service import Service
 from orchestration.checkpoints import checkpoint, recorded
 from orchestration.checkpoints.forked import BASE, forked_recipe, take_over
+from orchestration.checkpoints.held import held
 from orchestration.private_files import write_private
 from orchestration.recipe.schema import Recipe
 from orchestration.state.lock import RunError
@@ -59,12 +62,14 @@ def start_of(
         raise HTTPProblem(409, str(damaged), kind="checkpoint-damaged", fix=fix) from None
 
 
-async def fork_of(service: Service, body: RecipeSubmission) -> Fork | None:
-    """Return the fork that ``body`` asks for; None where it asks for none. Raises UnknownRun and
-    HTTPProblem."""
+@contextlib.asynccontextmanager
+async def fork_of(service: Service, body: RecipeSubmission) -> AsyncIterator[Fork | None]:
+    """Yield the fork that ``body`` asks for; None where it asks for none. Its run does not remove
+    the checkpoint until the block ends. Raises UnknownRun and HTTPProblem."""
     asked = body.root
     if not isinstance(asked, ForkedRun):
-        return None
+        yield None
+        return
     record = await service.registry.get(asked.run)
     folder = service.folder(record)
     if asked.version != 0 and record.started and not folder.is_dir():
@@ -74,9 +79,11 @@ async def fork_of(service: Service, body: RecipeSubmission) -> Fork | None:
             409, detail, kind="no-checkpoint", field="version", value=asked.version, fix=fix
         )
     # a check, which asks for no more than reading, copies nothing from elsewhere
-    start = await asyncio.to_thread(start_of, folder, "", asked.version, "version")
-    path = start.path if start else None
-    return Fork(forked_recipe(record.recipe, path), path or folder / BASE, folder)
+    choose = functools.partial(start_of, folder, "", asked.version, "version")
+    with contextlib.ExitStack() as holding:
+        start = await asyncio.to_thread(holding.enter_context, held(choose))
+        path = start.path if start else None
+        yield Fork(forked_recipe(record.recipe, path), path or folder / BASE, folder)
 
 
 async def begin_fork(fork: Fork, recipe: Recipe, submit: Submit) -> tuple[RunRecord, bool]:

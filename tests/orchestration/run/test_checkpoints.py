@@ -6,14 +6,22 @@ import errno
 import json
 import os
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints.checkpoint import lasting_refusal
+from orchestration.checkpoints.held import held, hold
+from orchestration.checkpoints.recorded import of_version
 from orchestration.checkpoints.store import CheckpointStore
+from orchestration.checkpoints.verification import verified
+from orchestration.state.lock import RunError
 
 
 def written(folder: Path, version: int, *parts: str) -> Path:
@@ -183,3 +191,87 @@ def test_the_newest_one_is_taken_wherever_it_is(
         assert (newest.path / part / "file").read_text() == str(found)
     without = checkpoint.newest(local, "", known, ())
     assert without == checkpoint.latest(local)
+
+
+# ── a run that goes on ──
+
+
+TOKENIZER: Any = SimpleNamespace(save_pretrained=lambda path: None)
+
+
+def save(folder: Path, version: int, keep: int = 2) -> checkpoint.Checkpoint:
+    """Write a checkpoint of ``version`` as a trainer does, which removes the oldest."""
+    partial = checkpoint.begin(folder, version)
+    (partial / "model").mkdir()
+    (partial / "model" / "file").write_text(str(version))
+    state = {"counters": {}, "remake": []}
+    return checkpoint.finish(folder, TOKENIZER, version, state, keep)
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """A thread that saves one version after the other, as fast as it can."""
+    is_over = threading.Event()
+    save(folder, 1)
+
+    def work() -> None:
+        version = 1
+        while not is_over.is_set():
+            version += 1
+            save(folder, version)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_checkpoint_that_is_held_stays_until_it_is_freed(tmp_path: Path) -> None:
+    for version in (1, 2):
+        save(tmp_path, version)
+    with held(lambda: checkpoint.latest(tmp_path)) as first, hold(tmp_path / "step-00000001"):
+        assert first is not None
+        for version in (3, 4, 5):
+            save(tmp_path, version)
+        names = [path.name for path in checkpoint.whole(tmp_path)]
+        assert names == [checkpoint.name_of(version) for version in (1, 2, 4, 5)]
+        assert (first.model / "file").read_text() == "2"
+    save(tmp_path, 6)
+    assert [checkpoint.version_of(path.name) for path in checkpoint.whole(tmp_path)] == [5, 6]
+    with pytest.raises(FileNotFoundError), hold(first.path):
+        pass
+
+
+def test_the_newest_one_is_held_while_others_are_written_and_removed(tmp_path: Path) -> None:
+    with saving(tmp_path / "checkpoints"):
+        for _ in range(5):
+            with held(lambda: checkpoint.latest(tmp_path / "checkpoints")) as start:
+                assert start is not None
+                start.verify()
+                text = str(start.version)
+                later = start.version + 3
+                while checkpoint.usable(tmp_path / "checkpoints")[-1].version < later:
+                    assert (start.model / "file").read_text() == text
+                assert (start.model / "file").read_text() == text
+        assert all(not each.damages for each in verified(tmp_path))
+
+
+def test_a_version_that_was_removed_before_it_is_held_is_refused_with_those_there_are(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 1)
+
+    def removed_meanwhile() -> checkpoint.Checkpoint | None:
+        found = of_version(tmp_path, "", 1)
+        for version in (2, 3):
+            save(tmp_path, version)
+        return found
+
+    with (
+        pytest.raises(RunError, match="has no checkpoint of it; it has: 2, 3"),
+        held(removed_meanwhile),
+    ):
+        pass

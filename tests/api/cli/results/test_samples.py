@@ -19,7 +19,7 @@ from api.cli.common.exit_codes import BAD_INPUT, FINISHED
 from api.cli.main import app
 from api.schemas.samples import SampleView
 from api.terminal.samples import sample_view
-from benchmarks.executed import executed
+from benchmarks.runs.executed import executed
 from orchestration.escapes import escaped
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder

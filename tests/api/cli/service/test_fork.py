@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from api.cli import main as cli
 from api.cli.common.exit_codes import BAD_INPUT, FINISHED
-from tests.api.cli.service.test_view import asyncdock, executing
+from tests.api.cli.service.test_view import asyncdock, executing, going_on, until_saved
 from tests.api.faulty import RUN, Service, served
 
 TINY = {
@@ -67,6 +67,28 @@ def test_a_live_run_is_forked_as_it_began(tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
+def test_a_checkpoint_that_a_live_run_is_about_to_remove_is_forked_exported_and_offered(
+    tmp_path: Path,
+) -> None:
+    """It saves one at each step and has two of them."""
+    live = tmp_path / "live"
+    sets = ("--set=train.steps=2000", "--set=checkpoint.every=1", "--set=checkpoint.keep=2")
+    with going_on("tiny", live, *sets):
+        until_saved(live, 4)
+        out = tmp_path / "fork"
+        asyncdock("runs", "fork", live, "--set=train.steps=1", "--out", out, "--plain")
+        assert weights(out / "base" / "model")
+        said = asyncdock("runs", "fork", f"{live}@1", "--out", tmp_path / "no", code=BAD_INPUT)
+        assert "has no checkpoint of it; it has: " in said
+        asyncdock("export", live, "--to", tmp_path / "exported")
+        assert weights(tmp_path / "exported")
+        data = tmp_path / "data"
+        asyncdock("token", "create", "ann", "--scope=run", "--data", data)
+        words = ("checkpoint", "offer", live, "--base=tiny", "--token=ann", "--data", data)
+        assert "tinker://live/weights/step-" in asyncdock(*words)
+        assert ": whole (" in asyncdock("checkpoint", "verify", live)
+
+
 def test_what_cannot_be_forked_says_why_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
@@ -78,6 +100,8 @@ def test_what_cannot_be_forked_says_why_and_leaves_nothing(run: Path, tmp_path: 
     assert "has no checkpoint of it; it has: 1, 2" in refused(f"{run}@7")
     assert "did you mean 'steps'?" in refused(str(run), "--set=train.stepz=1")
     assert "is not key=value" in refused(str(run), "--set=train.steps")
+    absent = run.with_name("parentt")
+    assert f"run: {absent} does not exist; " in refused(str(absent))
     damaged = tmp_path / "damaged"
     shutil.copytree(run, damaged)
     model = damaged / "checkpoints" / "step-00000002" / "model" / "model.safetensors"

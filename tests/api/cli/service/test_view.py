@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import psutil
@@ -19,6 +19,7 @@ import pytest
 
 from api.cli.common.exit_codes import FAILED, FINISHED
 from api.client import ApiProblem, Client
+from orchestration.checkpoints.checkpoint import version_of, whole
 from orchestration.processes.leftovers import sweep_leftovers
 from orchestration.service.own_services import find_service
 from tests.pages.page import ROOT
@@ -26,6 +27,16 @@ from tests.pages.page import ROOT
 STEPS = 6
 SLOW = ("--set", "rollout.mock.time_scale=3.0", "--set", "train.steps=1000")
 SECONDS = 60.0
+EQUAL = """
+extends = "tiny"
+reward.functions = [{ name = "equal_reward:zero" }]
+train.steps = 2
+evaluate.every = 0
+"""
+ZERO = """
+def zero(completions):
+    return [0.0 for _ in completions]
+"""
 
 
 def command(*words: str) -> list[str]:
@@ -55,11 +66,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def executing(folder: Path) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    return going_on("mock", folder, *SLOW)
+
+
 @contextmanager
-def executing(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def going_on(recipe: str, folder: Path, *sets: str) -> Iterator[subprocess.Popen[bytes]]:
     """A run in ``folder`` that goes on for long, past its first step."""
     with subprocess.Popen(
-        command("run", "mock", *SLOW, "--out", str(folder), "--plain"),
+        command("run", recipe, *sets, "--out", str(folder), "--plain"),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
@@ -73,6 +88,14 @@ def executing(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         finally:
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=SECONDS)
+
+
+def until_saved(folder: Path, version: int) -> None:
+    """Wait until the run in ``folder`` has a checkpoint of ``version``, or of a later one."""
+    deadline = time.monotonic() + SECONDS
+    while not any(version_of(path.name) >= version for path in whole(folder / "checkpoints")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -137,7 +160,40 @@ def test_a_run_that_goes_on_is_read_and_then_as_one_that_was_killed(tmp_path: Pa
     while json.loads(asyncdock("runs", "show", folder, "--json"))["state"] != "failed":
         assert time.monotonic() < deadline
     assert f"`asyncdock resume {folder}` goes on with it" in asyncdock("runs", "show", folder)
+    first, how = asyncdock("why", folder).splitlines()
+    assert first == "nothing: the run has ended"
+    ended = r"failed at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: its command has ended before the run; "
+    assert re.match(f"{ended}`asyncdock resume {folder}` goes on", how)
+    waiting = json.loads(asyncdock("why", folder, "--json"))
+    assert (waiting["chain"], waiting["state"]) == ([], "failed")
     sweep_leftovers()
+
+
+def test_a_run_that_a_second_interrupt_has_ended_is_stopped(tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    with executing(folder) as process:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)  # two signals at once are one
+    facts = json.loads(asyncdock("runs", "show", folder, "--json"))
+    reason = "ended at once by a second interrupt"
+    assert (facts["state"], facts["reason"]) == ("stopped", reason)
+    assert f": {reason}\n" in asyncdock("why", folder)
+
+
+def test_why_says_of_an_ended_run_what_its_rewards_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "equal.toml").write_text(EQUAL)
+    (tmp_path / "equal_reward.py").write_text(ZERO)
+    folder = tmp_path / "equal"
+    asyncdock("run", tmp_path / "equal.toml", "--out", folder, "--plain")
+    first, note, *_ = asyncdock("why", folder).splitlines()
+    assert first == "nothing: the run has ended"
+    assert note.startswith("Every reward was 0, in all 2 steps: there was nothing to learn from.")
+    waiting = json.loads(asyncdock("why", folder, "--json"))
+    assert waiting["state"] == "finished"
+    assert waiting["findings"][0] == note
 
 
 def test_what_would_change_a_run_is_refused(runs: Path) -> None:

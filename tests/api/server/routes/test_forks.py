@@ -76,6 +76,22 @@ def test_a_fork_begins_with_a_checkpoint_and_outlives_the_run_that_it_is_of(
         served.until(lambda folder=folder: not folder.exists(), f"the folder of {run} is gone")
 
 
+def test_a_checkpoint_that_a_live_run_is_about_to_remove_is_forked(served: Site) -> None:
+    """It saves one at each step and has one of them."""
+    changes = {**TINY, "train.steps": 2000, "checkpoint.keep": 1}
+    with served.running(changes, recipe="tiny") as run:
+        folder = served.data / "runs" / run / "checkpoints"
+        served.until(lambda: [*folder.glob("step-*/run.json")], "it has a checkpoint")
+        answer = served.ask_for("POST", "v1/runs", {"run": run})
+        assert answer.status == 201, answer
+        assert (model_of(answer.body) / "model.safetensors").is_file()
+        served.until(lambda: not (folder / "step-00000001").exists(), "the first one is gone")
+        gone = served.ask_for("POST", "v1/runs", {"run": run, "version": 1})
+        assert (gone.status, gone.body["field"]) == (409, "version")
+        assert "has no checkpoint of it; it has: " in gone.body["detail"]
+        served.ask(answer.body["id"], "stop")
+
+
 def test_what_cannot_be_forked_says_why_and_leaves_nothing(served: Site, parent: str) -> None:
     before = sorted((served.data / "runs").iterdir())
     fork = {"run": parent}
