@@ -22,7 +22,7 @@ QWEN = "hub/models--Qwen--Qwen3-0.6B/snapshots/0123abcd"
 def card_of(folder: Path, base: str = "tiny", **sections: object) -> ModelCard:
     folder.mkdir(exist_ok=True)
     recipe = parse_recipe({**TINY, **sections}, files=False)
-    write_card(folder, ExportedModel("letters", 6, "merged", "", base_of(base)), recipe, [], [])
+    write_card(folder, ExportedModel("letters", 6, "merged", "", base_of(base)), recipe, [], [], [])
     return ModelCard.load(folder / "README.md")
 
 
@@ -59,7 +59,7 @@ def test_results_by_function_before_and_after(tmp_path: Path) -> None:
 
     events = [evaluated(0, 0.25, 0.5), evaluated(2, 0.5, 0.25), evaluated(4, 1.0, 0.125)]
     model = ExportedModel("letters", 4, "merged", "", base_of("tiny"))
-    write_card(tmp_path, model, parse_recipe(TINY, files=False), [], events)
+    write_card(tmp_path, model, parse_recipe(TINY, files=False), [], [], events)
     card = ModelCard.load(tmp_path / "README.md")
     table = card.text.partition("sampling:\n\n")[2].partition("\n\n")[0]
     assert table == (
@@ -119,7 +119,7 @@ def test_a_class_of_the_user_is_named_and_not_imported(tmp_path: Path) -> None:
         update={"algorithm": recipe.algorithm.model_copy(update={"name": "absent_module:Mine"})}
     )
     model = ExportedModel("letters", 6, "merged", "", base_of("tiny"))
-    write_card(tmp_path, model, recipe, [], [])
+    write_card(tmp_path, model, recipe, [], [], [])
     card = ModelCard.load(tmp_path / "README.md")
     assert "Trained with `absent_module:Mine`." in card.text
     assert "absent_module-Mine" in card.data.tags

@@ -75,7 +75,8 @@ async def test_a_submitted_run_waits_and_is_all_there(client: Client) -> None:
     assert await (await client.get(response.headers["Location"])).json() == run
     stages = await (await client.get(f"/v1/runs/{run['id']}/stages")).json()
     assert (stages["stages"], stages["gate"]["admitted"]) == ([], 0)
-    assert await (await client.get(f"/v1/runs/{run['id']}/waiting")).json() == {"chain": []}
+    waiting = await (await client.get(f"/v1/runs/{run['id']}/waiting")).json()
+    assert (waiting["chain"], waiting["state"], waiting["findings"]) == ([], "", [])
     assert await (await client.get(f"/v1/runs/{run['id']}/checkpoints")).json() == {
         "checkpoints": []
     }
