@@ -61,7 +61,7 @@ def disk(
     from orchestration.service.run_folders import RunFolders
     from orchestration.units import format_size
 
-    looked = [folder_of(run, server) for run in runs] if runs else [Path("runs")]
+    looked = [folder_of(run, server, is_any=True) for run in runs] if runs else [Path("runs")]
     taken = {str(run): sizes(run) for run in RunFolders(looked).by_id().values()}
     if as_json:
         return print_json(taken)

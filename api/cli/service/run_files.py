@@ -10,12 +10,14 @@ from pathlib import Path
 from api.cli.common.exit_codes import FAILED
 from api.cli.common.output import refuse
 from api.cli.folder.foreign import run_folder
-from api.cli.service.asking import ask, is_run_folder
+from api.cli.service.asking import ask, is_run_folder, refuse_no_folder
 
 
-def folder_of(run: str, server: str) -> Path:
+def folder_of(run: str, server: str, *, is_any: bool = False) -> Path:
     """Return the folder of ``run``, itself a path or the id of a run of ``server``. Any failure
-    ends the command."""
+    ends the command. ``is_any``: the path may be of something else than a run."""
+    if not is_any:
+        refuse_no_folder(run)
     if Path(run).exists():
         return run_folder(Path(run).resolve())
     view = ask(server, lambda client: client.run(run), run)

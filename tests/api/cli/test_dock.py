@@ -157,7 +157,7 @@ def test_without_a_run_the_fix_is_named(tmp_path: Path) -> None:
         (["dock", "status", str(tmp_path)], "is not the folder of a run"),
         (
             ["dock", "export", str(tmp_path), "--out", str(tmp_path / "x.jsonl")],
-            "give the folder of a run with environment.use",
+            "has no recipe.json; give an id",
         ),
         (
             ["dock", "status"],
