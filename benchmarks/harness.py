@@ -83,10 +83,10 @@ class BenchmarkParser(argparse.ArgumentParser):
 
 
 def parser(doc: str | None, *, json_file: bool = True) -> argparse.ArgumentParser:
-    """A parser of the options of a benchmark whose module has the docstring ``doc``: the first
-    paragraph stands above the options, the others below them.
+    """Return a parser of options for a benchmark. Its help prints the first paragraph of ``doc``,
+    the docstring of the module, above the options, and the other paragraphs below them.
 
-    With ``json_file`` it has ``--json``, whose value is a :class:`ResultFile` or None.
+    ``json_file``: add the option ``--json``. Its value is a :class:`ResultFile`, or None.
     """
     description, _, rest = (doc or "").partition("\n\n")
     made = BenchmarkParser(

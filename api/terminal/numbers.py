@@ -41,8 +41,9 @@ def lost_text(figures: Mapping[str, float]) -> str:
     lost, responses = figures.get("lost", 0), figures.get("responses", 0)
     if not lost:
         return ""
-    of, share = (f"of {responses:,.0f} ", f" ({lost / responses:.0%})") if responses else ("", "")
-    return f"could not score {lost:,.0f} {of}responses{share}"
+    if not responses:
+        return f"could not score {lost:,.0f} responses"
+    return f"could not score {lost:,.0f} of {responses:,.0f} responses ({lost / responses:.0%})"
 
 
 def number(value: Any, form: str = ".3g") -> str:

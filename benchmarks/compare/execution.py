@@ -38,8 +38,8 @@ def takes_json(name: str, tree: Path) -> bool:
 
 
 def started(name: str, arguments: Sequence[str], tree: Path) -> subprocess.CompletedProcess[str]:
-    """Run the benchmark, whose processes import the packages of ``tree`` too: the path of
-    ``PYTHONPATH`` comes before those of installed packages."""
+    """Run the benchmark with the packages of ``tree``. Its processes import them too, because
+    ``PYTHONPATH`` comes before installed packages."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
