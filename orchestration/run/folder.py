@@ -9,6 +9,7 @@ path/  recipe.json  checkpoints/step-*/  logs/*.log  index/ (the embedded index'
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -225,7 +226,8 @@ def _record(recipe: Recipe, path: Path, start: Checkpoint | None) -> None:
     if (path / RECIPE).exists():
         from orchestration.run.changes import note_change
 
-        note_change(path, recipe, start.version if start else 0)
+        with contextlib.suppress(ValueError):  # what is there is damaged, and is written anew
+            note_change(path, recipe, start.version if start else 0)
     write_private(path / RECIPE, recipe.to_json())
 
 
