@@ -157,7 +157,11 @@ class CustomLoss(Loss):
             room -= counts[shapes] * run.values
 
     def per_token(self, tokens: LossTokens) -> torch.Tensor:
-        """Return the loss [T] with gradient: a datum's is at its first target."""
+        """Return the loss [T] with gradient: a datum's is at its first target.
+
+        Raises CallRefused for what tensors without memory do not show, such as a difference of
+        truth values.
+        """
         import torch
 
         run = _Run(self._nodes, tokens.logprobs.device)
@@ -168,7 +172,12 @@ class CustomLoss(Loss):
         for datum in tokens.data:
             size = datum.targets.size
             logprobs = tokens.logprobs[at : at + size].view(datum.targets.shape)
-            loss, metrics = run.outputs(logprobs, datum)
+            try:
+                loss, metrics = run.outputs(logprobs, datum)
+            except (torch.AcceleratorError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # whatever torch says of a client's graph
+                raise run.refusal(error) from None
             for name, value in metrics.items():
                 self._sums[name] = self._sums.get(name, 0.0) + value.detach()
             losses.append(loss.to(logprobs.dtype))
@@ -201,15 +210,20 @@ class _Run:
             loss, metrics = self.outputs(logprobs, datum)
             if loss.shape or not (loss.requires_grad and loss.is_floating_point()):
                 raise TypeError(f"gives a {loss.dtype} {[*loss.shape]}, no number with a gradient")
+            loss.backward()  # torch has no derivative of some functions, and says so here alone
             for name, value in metrics.items():
                 if not METRIC.fullmatch(name) or value.shape:
                     raise TypeError(f"has {name!r}, which is no number custom/NAME:sum or :mean")
         except Exception as error:  # whatever torch says of a client's graph
-            node = self._nodes[min(len(self._results), len(self._nodes) - 1)]["name"]
-            reason = str(error).encode("ascii", "backslashreplace").decode()
-            wrong = f"cannot be computed: {reason[:300]}"
-            fix = "try it with data of these shapes on tensors of device meta"
-            raise CallRefused.of(f"custom loss, node {node}", None, wrong, fix) from None
+            raise self.refusal(error) from None
+
+    def refusal(self, error: Exception) -> CallRefused:
+        """Return what to say of ``error``, which the node raised that was run last."""
+        node = self._nodes[min(len(self._results), len(self._nodes) - 1)]["name"]
+        reason = str(error).encode("ascii", "backslashreplace").decode()
+        wrong = f"cannot be computed: {reason[:300]}"
+        fix = "try it with data of these shapes, on tensors of device meta and of device cpu"
+        return CallRefused.of(f"custom loss, node {node}", None, wrong, fix)
 
     def outputs(self, logprobs: torch.Tensor, datum: DatumColumns) -> Any:
         """Return the loss, and the metrics by name, of ``datum``."""

@@ -120,7 +120,8 @@ def is_run_folder(run: str) -> bool:
 
 def refuse_no_folder(run: str) -> None:
     """End the command where ``run`` is a path and not the folder of a run."""
-    if run and Path(run).is_dir() and not is_run_folder(run):
+    recipe = Path(run) / "recipe.json"  # a pipe there is refused by its name, by who reads it
+    if run and Path(run).is_dir() and not recipe.exists():
         refuse(f"run: {run} has no recipe.json; {_meant(run, [])}")
     if os.sep in run and not Path(run).exists():  # no id has one
         refuse(f"run: {run} does not exist; {_meant(run, [])}")

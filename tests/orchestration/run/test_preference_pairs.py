@@ -126,7 +126,7 @@ def test_what_makes_no_pairs_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
         export_pairs(tmp_path / "equal", tmp_path / "pairs.csv")
     assert not list(tmp_path.glob("*pairs*"))
     with pytest.raises(typer.Exit) as ended:
-        pairs_command(tmp_path, tmp_path / "pairs.jsonl")
+        pairs_command(str(tmp_path), tmp_path / "pairs.jsonl")
     assert ended.value.exit_code == 2
     assert "error: run: " in capsys.readouterr().err
 
@@ -139,7 +139,7 @@ async def test_a_run_makes_the_pairs_that_another_run_learns_from(
     lines = tmp_path / "pairs.jsonl"
     table = tmp_path / "pairs.parquet"
     capsys.readouterr()
-    pairs_command(tmp_path / "first", lines, 0.25)
+    pairs_command(str(tmp_path / "first"), lines, 0.25)
     pairs = [json.loads(line) for line in lines.open()]
     assert f"{len(pairs)} pairs of 320 groups" in capsys.readouterr().out
     assert len(pairs) > 100

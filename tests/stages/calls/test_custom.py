@@ -188,6 +188,15 @@ def test_a_loss_that_is_not_finite_is_said_of_its_datum() -> None:
         model.forward_backward(supervised(), "custom", options(graph))
 
 
+def test_what_only_real_tensors_show_is_refused_by_node() -> None:
+    def difference(logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return (logprobs * (1.0 - logprobs.ge(-1.0).sub(logprobs.le(-2.0)))).sum(), {}
+
+    model = TorchCalledModel(tiny_base(), ModelOptions(rank=4))
+    with pytest.raises(CallRefused, match=r"node sub: cannot be computed: Subtraction"):
+        model.forward_backward(supervised(), "custom", options(uploaded(difference, logprobs=1)))
+
+
 def check(graph: Mapping[str, Any], data: Sequence[Datum] = ()) -> None:
     loss, values = checked_loss("custom", options(graph))
     data = data or [supervised()[0]]
@@ -219,6 +228,10 @@ def check(graph: Mapping[str, Any], data: Sequence[Datum] = ()) -> None:
         (of_call("call_function torch.where", P), "cannot be computed"),
         (of_call("call_function torch.exp", P), "no number with a gradient"),
         (of_call("call_function torch.zeros", []), "no number with a gradient"),
+        (
+            uploaded(lambda logprobs: (logprobs.floor_divide(2).sum(), {}), logprobs=1),
+            "derivative for aten::floor_divide is not implemented",
+        ),
         (of_call("call_function torch.sum", {"ref": "later"}), "cannot be computed: 'later'"),
         (of_call("call_function torch.sum", {"layout": "strided"}), "is not taken here"),
         (of_call("call_function torch.sum", P, dtype={"dtype": "load"}), "is not taken here"),
@@ -277,7 +290,8 @@ def test_any_graph_is_run_or_refused_in_words() -> None:
     graph = uploaded(policy, logprobs=1, advantages=1, old=1, scale=0)
     parts: list[Any] = [None, True, -1, 2**70, 0.5, "x", [], {}, P, {"ref": "exp"}, {"tuple": [1]}]
     parts += [{"slice": [0, None, 2]}, {"dtype": "int64"}, {"ellipsis": True}, {"float": "nan"}]
-    names = [*custom.METHODS, *(f"torch.{name}" for name in custom.FUNCTIONS), "logprobs", "scale"]
+    methods, functions = sorted(custom.METHODS), sorted(custom.FUNCTIONS)
+    names = [*methods, *(f"torch.{name}" for name in functions), "logprobs", "scale"]
     refused = 0
     for _ in range(150):
         changed_graph = json.loads(json.dumps(graph))
@@ -286,7 +300,7 @@ def test_any_graph_is_run_or_refused_in_words() -> None:
             match generator.randrange(4):
                 case 0:
                     node["target"] = generator.choice(names)
-                case 1 if node["args"]:
+                case 1 if node["args"] and isinstance(node["args"], list):
                     node["args"][generator.randrange(len(node["args"]))] = generator.choice(parts)
                 case 2:
                     node["kwargs"] = {
@@ -297,9 +311,10 @@ def test_any_graph_is_run_or_refused_in_words() -> None:
         try:
             loss, values = checked_loss("custom", options(changed_graph))
             columns = checked_data([datum], loss, values, vocabulary=VOCABULARY, context=512)
+            logprobs = torch.zeros(len(datum.tokens), requires_grad=True)
+            losses = loss.per_token(LossTokens(logprobs, {}, torch.zeros(1), {}, columns))
         except CallRefused as error:
             refused += bool(str(error))
             continue
-        logprobs = torch.zeros(len(datum.tokens), requires_grad=True)
-        loss.per_token(LossTokens(logprobs, {}, torch.zeros(1), {}, columns)).sum().backward()
+        losses.sum().backward()
     assert refused > 40
