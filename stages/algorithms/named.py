@@ -72,7 +72,8 @@ class NamedAlgorithm:
                 raise self._wrong(
                     "credit", values, f"{wanted} in {name!r}, one for each row of the group"
                 )
-            if not all(bool(row.isfinite().all()) for row in values):
+            numbers = values if values is parts[0] else torch.cat([row.flatten() for row in values])
+            if not bool(numbers.isfinite().all()):
                 raise self._wrong(
                     "credit", values, f"finite numbers in {name!r}, for {_short(group)}"
                 )

@@ -138,6 +138,10 @@ class RewardSet:
         if repeated:
             raise RewardError(f"rewards: {sorted(repeated)} are given twice; add their weights up")
         self.weights = torch.tensor([weight for _, weight in functions], dtype=torch.float32)
+        self._sizes = {
+            name: abs(weight)
+            for name, weight in zip(self.names, self.weights.tolist(), strict=True)
+        }
         if not self.weights.isfinite().all():
             raise RewardError(
                 f"rewards: the weights {self.weights.tolist()} of {self.names} must be finite"
@@ -342,7 +346,7 @@ class RewardSet:
     def _number(self, name: str, given: Arguments, at: int, score: Score) -> RowScore:
         """Return the score that a function returned for the row ``at``, or NaN where it does not
         apply."""
-        weight = abs(float(self.weights[self.names.index(name)]))
+        weight = self._sizes[name]
         numbers = score if isinstance(score, list) else [score]
         size = sum(abs(number) for number in numbers if isinstance(number, float))
         if size * weight * len(self.names) > LARGEST:

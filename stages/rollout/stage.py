@@ -310,19 +310,13 @@ def responses(
     in earlier visits. ``turns``: of trajectories, the columns TURNS of each; ``to``: the stage that
     they are parked for. Raises EngineFailed for a logprob that is not finite: such a row is not
     committed, so that nothing is trained on it."""
-    for completion in completions:
-        if not bool(completion.logprobs.isfinite().all()):
-            at = int((~completion.logprobs.isfinite()).nonzero()[0, 0])
-            raise EngineFailed(
-                f"group {completion.group}, place {completion.place}: the rollout engine returned "
-                f"the logprob {float(completion.logprobs[at])} for token {at} of "
-                f"{len(completion.logprobs)}, made by version {completion.versions[-1][0]}; its "
-                f"weights or its arithmetic are broken, and the response is not used"
-            )
+    _check_logprobs(completions)
     rows: dict[str, Any] = {
         "response_ids": [c.token_ids for c in completions],
         "rollout_logprobs": [c.logprobs for c in completions],
-        "versions": [torch.tensor([n for pair in c.versions for n in pair]) for c in completions],
+        "versions": torch.tensor(
+            [n for c in completions for pair in c.versions for n in pair]
+        ).split([2 * len(c.versions) for c in completions]),
     }
     if routed := [c.routed_experts.flatten() for c in completions if c.routed_experts is not None]:
         rows[ROUTED] = routed
@@ -335,3 +329,18 @@ def responses(
     if parked:
         return Parked(positions, rows=rows, generated=generated, tokens=tokens, to=to)
     return Written(positions, rows=rows, generated=generated, tokens=tokens)
+
+
+def _check_logprobs(completions: Sequence[Completion]) -> None:
+    """Raise EngineFailed for a logprob that is not finite."""
+    if not completions or bool(torch.cat([c.logprobs for c in completions]).isfinite().all()):
+        return
+    for completion in completions:
+        for at, logprob in enumerate(completion.logprobs.tolist()):
+            if not math.isfinite(logprob):
+                raise EngineFailed(
+                    f"group {completion.group}, place {completion.place}: the rollout engine "
+                    f"returned the logprob {logprob} for token {at} of "
+                    f"{len(completion.logprobs)}, made by version {completion.versions[-1][0]}; "
+                    f"its weights or its arithmetic are broken, and the response is not used"
+                )
