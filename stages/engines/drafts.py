@@ -1,5 +1,6 @@
 """Draft tokens without a model: what followed the same tokens before, in the row itself, in other
-responses to its prompt, or in those of earlier epochs.
+responses to its prompt, or in those of earlier epochs. And how long drafts are, also a model's
+(:mod:`stages.engines.torch.draft_model`).
 
     last tokens of a row ─▶ where they stood before ─▶ the place with the longest agreement ─▶ what followed there: the draft
     newest token + draft ─▶ one forward ─▶ a draw at each place, as without a draft ─▶ kept up to the first that differs
@@ -35,6 +36,7 @@ TRIED_ANYWAY = 32
 # Tokens of an agreement, from which on its drafts are counted together; and how many of how many
 # tokens held before the first draft.
 STRENGTHS = {2: (0.5, 4), 3: (1, 4), 4: (2, 4), 8: (3, 4), 16: (3.5, 4)}
+MODEL = 0  # the strength of drafts of a model
 REMEMBERED = 512  # tokens of one strength, by which the share that holds is known
 
 
@@ -109,9 +111,10 @@ class Drafts:
         self._indexed = OrderedDict[int, Past]()  # those that have an index, by id
         self._texts = WeakKeyDictionary[ResponseInProgress, Text]()  # of rows that decode
         self._tokens = 0
-        self._held = {strength: held for strength, (held, _) in STRENGTHS.items()}
-        self._tried = {strength: float(tried) for strength, (_, tried) in STRENGTHS.items()}
-        self._passed = dict.fromkeys(STRENGTHS, 0)
+        first = {**STRENGTHS, MODEL: STRENGTHS[LONGEST]}
+        self._held = {strength: held for strength, (held, _) in first.items()}
+        self._tried = {strength: float(tried) for strength, (_, tried) in first.items()}
+        self._passed = dict.fromkeys(first, 0)
 
     def of(self, row: ResponseInProgress, rows: int) -> Draft | None:
         """Return what may follow the tokens of ``row`` where it is worth its cost, with ``rows``
@@ -130,7 +133,7 @@ class Drafts:
             return None
         tokens, place, agreed = found
         strength = max(least for least in STRENGTHS if least <= agreed)
-        count = min(self._worth(strength, rows), room)
+        count = min(self.worth(strength, rows), room)
         return Draft(tokens[place : place + count], strength) if count else None
 
     def judge(self, draft: Draft, held: int) -> None:
@@ -155,6 +158,19 @@ class Drafts:
             self._indexed.pop(id(oldest), None)
             self._tokens -= sum(len(text.tokens) for text in oldest.texts)
 
+    def worth(self, strength: int, rows: int, cost: float = 0.0) -> int:
+        """Return how many tokens of a draft are worth their cost: the last one is drawn with at
+        least the probability with which its time makes a token of another row. ``cost``: forwards
+        that a token of the draft takes before."""
+        holds = self._held[strength] / self._tried[strength]
+        least = min(MARGIN * (rows / (rows + READ_TOKENS) + cost), 1.0)
+        if holds >= 1.0:
+            return MOST_DRAFTED
+        if holds >= least:
+            return int(math.log(least) / math.log(holds))
+        self._passed[strength] += 1
+        return int(self._passed[strength] % (TRIED_ANYWAY * rows) == 0)
+
     def _past(self, row: ResponseInProgress) -> Past:
         key = row.request.prompt_ids.cpu().numpy().tobytes()
         past = self._pasts.setdefault(key, Past())
@@ -170,15 +186,3 @@ class Drafts:
         if len(self._indexed) > MOST_INDEXED:
             _, oldest = self._indexed.popitem(last=False)
             oldest.forget()
-
-    def _worth(self, strength: int, rows: int) -> int:
-        """Return how many tokens of a draft are worth their cost: the last one is drawn with at
-        least the probability with which its time makes a token of another row."""
-        holds = self._held[strength] / self._tried[strength]
-        least = min(MARGIN * rows / (rows + READ_TOKENS), 1.0)
-        if holds >= 1.0:
-            return MOST_DRAFTED
-        if holds >= least:
-            return int(math.log(least) / math.log(holds))
-        self._passed[strength] += 1
-        return int(self._passed[strength] % (TRIED_ANYWAY * rows) == 0)

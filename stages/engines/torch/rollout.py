@@ -47,6 +47,7 @@ from stages.engines.responses import Responses, engine_failed
 from stages.engines.torch.decoding.adapters import OWN
 from stages.engines.torch.decoding.batch import ContinuousBatch, Decodes
 from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.decoding.drafted import DraftedSteps
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
 from stages.engines.torch.decoding.weights import WeightSet
 from stages.engines.torch.sampling.drawing import ranked
@@ -76,7 +77,8 @@ class TorchRolloutEngine:
     layers; it begins with ``first`` of them, or zeros. ``routed_experts``: completions have the
     experts that the model's routers chose. ``router_biases``: the weights that the engine takes have
     the biases of routers too. ``speculate``: rows that are few make several tokens a forward, by
-    drafts from earlier responses. Raises ``ValueError`` for a model that keeps its own
+    drafts from earlier responses, or of ``draft_model``, a smaller model of the same tokens, which it
+    changes too. Raises ``ValueError`` for a model that keeps its own
     attention, or cannot have the adapters.
     """
 
@@ -101,6 +103,7 @@ class TorchRolloutEngine:
         sampled: int | None = None,
         router_biases: bool = False,
         speculate: bool = False,
+        draft_model: Any = None,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError(
@@ -112,17 +115,22 @@ class TorchRolloutEngine:
             biases_as_parameters(model)
         chosen = devices.select() if device is None else torch.device(device)
         static = chosen.type != "cpu" if accelerated is None else accelerated
+        decoder_of = partial(
+            TorchDecoder,
+            device=chosen,
+            static=static,
+            packed=packed,
+            context=context,
+            sampled=sampled,
+        )
+        drafting = None
+        if draft_model is not None:
+            from stages.engines.torch.draft_model import DraftModel, cost_of
+
+            cost = cost_of(draft_model, model)
+            drafting = DraftModel(run_in_temporary_thread(lambda: decoder_of(draft_model)), cost)
         self._decoder = run_in_temporary_thread(
-            lambda: TorchDecoder(
-                model,
-                chosen,
-                static=static,
-                packed=packed,
-                context=context,
-                adapters=adapters,
-                routed_experts=routed_experts,
-                sampled=sampled,
-            )
+            lambda: decoder_of(model, adapters=adapters, routed_experts=routed_experts)
         )
         if first is not None:
             self.fill(first)
@@ -133,7 +141,7 @@ class TorchRolloutEngine:
             prefill_tokens=prefill_tokens,
             version=initial_version,
             launch_ahead=static,
-            speculate=speculate,
+            drafted=DraftedSteps(self._decoder, drafting) if speculate else None,
         )
         self._has_tokenizer = tokenizer is not None
         self._context = self._decoder.max_context

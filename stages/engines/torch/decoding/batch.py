@@ -43,7 +43,6 @@ from stages.engines.responses import line_up, response_failed
 from stages.engines.torch.decoding.adapters import OWN
 from stages.engines.torch.decoding.beginnings import Beginnings, warn_of_one_by_one
 from stages.engines.torch.decoding.decoder import NOT_FINITE, TorchDecoder
-from stages.engines.torch.decoding.drafted import DraftedSteps
 from stages.engines.torch.decoding.resting import RestingRows
 from stages.engines.torch.decoding.rows import (
     Made,
@@ -56,6 +55,7 @@ from stages.engines.torch.decoding.rows import (
 from stages.engines.torch.sampling.drawing import Drawn
 
 if TYPE_CHECKING:
+    from stages.engines.torch.decoding.drafted import DraftedSteps
     from stages.engines.torch.model.matchers import Matchers
 
 
@@ -64,7 +64,7 @@ class ContinuousBatch:
 
     One prefill has at most ``prefill_tokens`` padded tokens, or one prompt; as many tokens of
     earlier requests are fed at once, or those of one row. ``launch_ahead``: launch a token before
-    the previous one is read. ``speculate``: rows that are few take drafts.
+    the previous one is read. ``drafted``: the steps of rows that are few.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ContinuousBatch:
         prefill_tokens: int,
         version: int,
         launch_ahead: bool,
-        speculate: bool = False,
+        drafted: DraftedSteps | None = None,
     ) -> None:
         self.decoder = decoder
         self.versions = {OWN: version}  # of the weights, by the name of their adapters
@@ -89,7 +89,7 @@ class ContinuousBatch:
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._launch_ahead = launch_ahead
-        self._drafted = DraftedSteps(decoder) if speculate else None
+        self._drafted = drafted
         self._launched: Drawn | None = None  # a token of every row that has not been read
 
     def step(self) -> None:
@@ -131,7 +131,7 @@ class ContinuousBatch:
         self.resting.clear()
         for row in self.waiting:
             row.group.prompt = row.group.logits = None
-        self.decoder.clear()
+        self._clear()
         devices.release_cached(self.decoder.device)
 
     def fail(self, error: Callable[[], Exception]) -> None:
@@ -144,7 +144,12 @@ class ContinuousBatch:
         self.waiting.clear()
         self._launched = None
         self.resting.clear()
+        self._clear()
+
+    def _clear(self) -> None:
         self.decoder.clear()
+        if self._drafted is not None and self._drafted.model is not None:
+            self._drafted.model.clear()
 
     def become(self, version: int, adapters: str = OWN) -> None:
         """Take note that the weights of the set ``adapters`` are those of ``version`` now: what was

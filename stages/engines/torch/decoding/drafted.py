@@ -7,20 +7,26 @@ the batch appends them, until a row ends ─▶ settle: their keys and values ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from stages.engines.drafts import Drafts
 from stages.engines.torch.decoding.beginnings import warn_of_one_by_one
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import Made, ResponseRow, draw_next, read
 
+if TYPE_CHECKING:
+    from stages.engines.torch.draft_model import DraftModel
+
 MOST_FAILED = 3  # forwards in a row, after which no further draft is made
 
 
 class DraftedSteps:
-    """The steps of ``decoder`` in which rows have drafts."""
+    """The steps of ``decoder`` in which rows have drafts. ``model``: drafts for rows that have
+    none of earlier responses."""
 
-    def __init__(self, decoder: TorchDecoder) -> None:
+    def __init__(self, decoder: TorchDecoder, model: DraftModel | None = None) -> None:
         self.drafts = Drafts()
+        self.model = model
         self._decoder = decoder
         self._counts: list[int] = []  # of the tokens that each row was fed
         self._known: list[int] = []  # tokens of each row before
@@ -31,19 +37,16 @@ class DraftedSteps:
         a draft, or the forward fails, or the last ones did."""
         if self._failed == MOST_FAILED:
             return []
-        drafts = [
-            self.drafts.of(row, len(rows))
-            if row.processed is None and row.matcher is None
-            else None
-            for row in rows
-        ]
-        if not any(drafts):
-            return []
-        drafted = [draft.tokens if draft else [] for draft in drafts]
-        fed = [[row.tokens[-1], *draft] for row, draft in zip(rows, drafted, strict=True)]
-        self._counts = list(map(len, fed))
+        drafts = [self.drafts.of(row, len(rows)) if row.is_plain else None for row in rows]
         self._known = [len(row.tokens) for row in rows]
         try:
+            if self.model is not None:
+                self.model.complete(rows, drafts, self.drafts)
+            if not any(drafts):
+                return []
+            drafted = [draft.tokens if draft else [] for draft in drafts]
+            fed = [[row.tokens[-1], *draft] for row, draft in zip(rows, drafted, strict=True)]
+            self._counts = list(map(len, fed))
             of_each = [
                 row for row, count in zip(rows, self._counts, strict=True) for _ in range(count)
             ]
@@ -51,6 +54,8 @@ class DraftedSteps:
             drawn = read(draw_next(of_each, self._decoder.decode_drafts(fed), ahead=ahead))
         except Exception as error:
             self._failed += 1
+            if self.model is not None:
+                self.model.clear()
             warn_of_one_by_one(error)
             return []
         self._failed = 0

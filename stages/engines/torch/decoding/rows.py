@@ -84,6 +84,11 @@ class ResponseRow(ResponseInProgress):
     def done(self) -> bool:
         return self.ended is not None or self.failure is not None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its request changes no logits."""
+        return self.processed is None and self.matcher is None
+
     def take_routing(self, *experts: torch.Tensor) -> None:
         """Take over the ``experts`` of the first fed tokens: of those that have none yet."""
         known = 0 if self.begun_routing is None else len(self.begun_routing)
