@@ -21,7 +21,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.state.lock import RunError
 from stages.model.manifest import FileDigest, digest_of, digests_of, files_below
 
-KEYS = ("model.source", "model.reference", "critic.source")
+KEYS = ("model.source", "model.reference", "critic.source", "rollout.draft_model")
 FILE = "base-models.json"  # in the run's folder
 Files = Mapping[str, FileDigest]
 

@@ -227,7 +227,10 @@ class Recipe(Section):
     @property
     def has_model_folders(self) -> bool:
         """Whether a key names a folder with a base model."""
-        sources = (self.model.source, self.model.reference, self.critic.source)
+        sources = (
+            *(self.model.source, self.model.reference, self.critic.source),
+            self.rollout.draft_model,
+        )
         return any(source and source not in KNOWN_MODELS for source in sources)
 
     @property

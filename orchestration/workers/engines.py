@@ -242,15 +242,26 @@ def _torch_rollout(
         sampled=known_vocabulary(recipe),
         router_biases=recipe.train.router_bias_rate > 0,
         speculate=_speculates(recipe, device),
+        draft_model=_draft_model(recipe),
     )
+
+
+def _draft_model(recipe: Recipe) -> Any:
+    source = recipe.rollout.draft_model
+    if source is None or recipe.rollout.speculate == "off":
+        return None
+    with _LOADING:
+        return load_model(source, dtype=getattr(torch, recipe.model.dtype), seed=recipe.seed)[0]
 
 
 def _speculates(recipe: Recipe, device: torch.device) -> bool:
     """Return whether an engine on ``device`` drafts. Its drafts are of responses that it has made,
     which one that was restarted has not, and their tokens are rounded otherwise."""
-    if recipe.rollout.speculate == "auto":
-        return device.type == "cpu" and recipe.staleness_plan.slack > 0
-    return recipe.rollout.speculate == "on"
+    rollout = recipe.rollout
+    if rollout.speculate == "auto":
+        wanted = device.type == "cpu" or rollout.draft_model is not None
+        return wanted and recipe.staleness_plan.slack > 0
+    return rollout.speculate == "on"
 
 
 def _base(recipe: Recipe, weights: Path | None) -> Path | None:

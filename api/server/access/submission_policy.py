@@ -403,7 +403,7 @@ class _Submission:
         anything is there."""
         settings = self.settings
         refused_keys = {problem.key for problem in self.problems}
-        models = ("model.source", "model.reference", "critic.source")
+        models = ("model.source", "model.reference", "critic.source", "rollout.draft_model")
         paths = dict(zip(self._of_sources("path"), self._of_sources("source"), strict=True))
         keys = list[str]()
         for key, _ in marked(Recipe, self.data, IsPath):

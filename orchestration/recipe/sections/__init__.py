@@ -283,7 +283,14 @@ class RolloutSection(Section):
         "auto",
         "Where few responses decode, the torch engine drafts tokens from earlier responses to the "
         "same prompt and computes several a forward. Tokens change by rounding only. `auto`: on "
-        "for CPUs, off if the run is synchronous, since its results are exact bit for bit.",
+        "for CPUs and with `draft_model`, off if the run is synchronous, since its results are "
+        "exact bit for bit.",
+    )
+    draft_model: Annotated[str | None, IsPath()] = key(
+        None,
+        "A smaller model of the same tokens (as `model.source`) that drafts for the torch engine "
+        "where nothing is found in earlier responses. It stays as it is.",
+        min_length=1,
     )
     threads: CountOrZero = key(0, "CPU threads of one worker. 0: the launcher divides the cores.")
     structure: Annotated[StructureSection, FixedOnResume("responses under way have it")] = (

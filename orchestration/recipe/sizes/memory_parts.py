@@ -33,6 +33,7 @@ LOGITS_BYTES = 256 * 2**20
 # of logits that it works on at once beside them: entropies, gradients, a transposed copy
 PIECES_BYTES = 3 * 4 * 2**20
 PREFILL_TOKENS = 4096  # of one prefill, unless one prompt has more (stages.engines.torch.rollout)
+DRAFTED_ROWS = 16  # for which a model drafts at once (stages.engines.drafts)
 # its cache grows by multiples of so many rows, and tokens (…torch.decoding.attention)
 SLOTS = 8
 SLOT_TOKENS = 32
@@ -322,6 +323,19 @@ def rollout_memory(
             item * sizes.width * sizes.intermediate,
         ),
     }
+
+
+def draft_bytes(recipe: Recipe, model: Model, prompt: int) -> int:
+    """Bytes of ``rollout.draft_model`` in a rollout engine: its weights, and the keys and values of
+    the rows that it drafts for."""
+    config, parameters = model
+    sizes = Sizes.of(config)
+    if parameters is None or sizes is None:
+        return 0
+    rows = min(recipe.rollout.max_rows, DRAFTED_ROWS)
+    tokens = rows * sizes.layers * (prompt + recipe.longest_response)
+    cached = 2 * sizes.kv_heads * sizes.head * tokens
+    return ITEM_BYTES[recipe.model.dtype] * (parameters + cached)
 
 
 def grown(tokens: int) -> tuple[int, int]:

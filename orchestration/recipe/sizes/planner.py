@@ -20,6 +20,7 @@ from orchestration.recipe.sizes.memory_parts import (
     Engine,
     Sizes,
     cache_bytes,
+    draft_bytes,
     memory,
     optimizer_bytes,
     rollout_state,
@@ -198,14 +199,12 @@ def memory_of(recipe: Recipe) -> dict[Engine, dict[str, int]]:
         (config_of(each), parameters_of_source(each))
         for each in (source, recipe.model.reference or source, recipe.critic.source or source)
     )
-    return memory(
-        recipe,
-        policy,
-        reference,
-        critic,
-        prompt_limits(recipe).tokens or 0,
-        trained_parameters(recipe),
-    )
+    prompt = prompt_limits(recipe).tokens or 0
+    parts = memory(recipe, policy, reference, critic, prompt, trained_parameters(recipe))
+    if "rollout" in parts and (draft := recipe.rollout.draft_model):
+        model = config_of(draft), parameters_of_source(draft)
+        parts["rollout"]["draft model"] = draft_bytes(recipe, model, prompt)
+    return parts
 
 
 def arena_bytes(recipe: Recipe) -> int:

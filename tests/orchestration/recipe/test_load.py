@@ -252,19 +252,27 @@ def test_other_keys_of_the_vllm_engine_are_arguments_of_it(
 
 
 @pytest.mark.parametrize(
-    ("speculate", "staleness", "device", "drafts"),
+    ("speculate", "staleness", "device", "model", "drafts"),
     [
-        ("auto", 1, "cpu", True),
-        ("auto", 0, "cpu", False),
-        ("auto", 1, "meta", False),  # as an accelerator is
-        ("on", 1, "meta", True),
-        ("off", 1, "cpu", False),
+        ("auto", 1, "cpu", "", True),
+        ("auto", 0, "cpu", "", False),
+        ("auto", 1, "meta", "", False),  # as an accelerator is
+        ("auto", 1, "meta", "tiny", True),
+        ("on", 1, "meta", "", True),
+        ("on", 1, "cpu", "tiny", True),
+        ("off", 1, "cpu", "", False),
     ],
 )
 def test_a_recipe_says_whether_an_engine_drafts(
-    speculate: str, staleness: int, device: str, drafts: bool, monkeypatch: pytest.MonkeyPatch
+    speculate: str,
+    staleness: int,
+    device: str,
+    model: str,
+    drafts: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = [f"rollout.speculate={speculate}", f"pipeline.staleness={staleness}"]
+    settings += [f"rollout.draft_model={model}"] if model else []
     recipe = load_recipe(ROOT / "recipes" / "tiny.toml", settings)
     given: list[dict[str, Any]] = []
     monkeypatch.setattr(
@@ -275,6 +283,7 @@ def test_a_recipe_says_whether_an_engine_drafts(
     monkeypatch.setattr("stages.device.use", lambda device: None)
     rollout_engine(recipe, version=0)
     assert given[0]["speculate"] is drafts
+    assert (given[0]["draft_model"] is not None) is bool(model)
 
 
 @settings(deadline=None)

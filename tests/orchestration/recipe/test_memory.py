@@ -217,6 +217,12 @@ def test_a_reference_computes_one_group_without_gradients(minimal: Path, tmp_pat
         == 4 * (parameters_of_source(str(tmp_path)) or 0)
         != 4 * 77_184
     )
+    with_drafts = memory_of(load_recipe(minimal, [*short, f"rollout.draft_model={tmp_path}"]))
+    keys_and_values = 2 * CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+    layers, rows, tokens = 2, 16, 16 + 16
+    assert with_drafts["rollout"]["draft model"] == other["reference"]["weights"] + (
+        4 * keys_and_values * layers * rows * tokens
+    )
 
 
 @pytest.mark.parametrize(

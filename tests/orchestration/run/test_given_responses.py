@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestration.recipe.checks.teacher import teacher_is_needed
+from orchestration.recipe.checks.other_models import teacher_is_needed
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TeacherSection

@@ -7,24 +7,31 @@ the batch appends them, until a row ends ─▶ settle: their keys and values ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from stages.engines.drafts import Drafts
+from stages.engines.drafts import Draft, Drafts
 from stages.engines.torch.decoding.beginnings import warn_of_one_by_one
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import Made, ResponseRow, draw_next, read
 
-if TYPE_CHECKING:
-    from stages.engines.torch.draft_model import DraftModel
-
 MOST_FAILED = 3  # forwards in a row, after which no further draft is made
+
+
+class Drafter(Protocol):
+    """What :class:`stages.engines.torch.draft_model.DraftModel` is."""
+
+    def complete(
+        self, rows: Sequence[ResponseRow], drafts: list[Draft | None], shares: Drafts
+    ) -> None: ...
+
+    def clear(self) -> None: ...
 
 
 class DraftedSteps:
     """The steps of ``decoder`` in which rows have drafts. ``model``: drafts for rows that have
     none of earlier responses."""
 
-    def __init__(self, decoder: TorchDecoder, model: DraftModel | None = None) -> None:
+    def __init__(self, decoder: TorchDecoder, model: Drafter | None = None) -> None:
         self.drafts = Drafts()
         self.model = model
         self._decoder = decoder

@@ -106,6 +106,40 @@ def test_everything_wrong_is_said_in_one_round(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"pipeline": {"staleness": 0}},
+            "drafts tokens, but results of a synchronous run are exact",
+        ),
+        (
+            {"rollout": {"speculate": "off"}},
+            "drafts tokens, but rollout.speculate = 'off'; take it out",
+        ),
+        (
+            {"rollout": {"engine": "vllm"}},
+            "drafts for the torch engine alone; take it out; vLLM takes its own by "
+            "rollout.vllm.speculative_config",
+        ),
+        (
+            {"rollout": {"draft_model": "smollm2"}},
+            "has another vocabulary than model.source = 'tiny': it does not read the same tokens; "
+            "use a checkpoint of the same family",
+        ),
+        (
+            {"rollout": {"draft_model": "nowhere"}},
+            "is neither a known model nor a directory; give the directory of a Hugging Face "
+            "checkpoint, smaller than the model",
+        ),
+    ],
+)
+def test_a_draft_model_that_could_not_draft_is_refused(sections: dict[str, Any], said: str) -> None:
+    drafting = of(rollout={"draft_model": "tiny"}, pipeline={"staleness": 1})
+    assert "rollout.draft_model" not in messages(drafting)
+    assert messages(of(drafting, **sections))["rollout.draft_model"].startswith(said)
+
+
 def test_one_wrong_key_of_the_prompts_hides_no_other(tmp_path: Path) -> None:
     found = messages(
         of_rows(

@@ -45,7 +45,10 @@ def checked(*overrides: str) -> str:
         ("addresses", "pipeline.tls_key='key.pem'", "or none for no TLS"),
         ("addresses", "launch.remote_rollouts=5", "is more than rollout.workers = 1"),
         ("examples", "prompts.chat_template_options={a=1}", ""),
-        ("teacher", "teacher.timeout=3.0", "belongs to a teacher without teacher.url"),
+        ("other_models", "teacher.timeout=3.0", "belongs to a teacher without teacher.url"),
+        ("other_models", "model.reference='tiny'", ""),
+        ("other_models", "critic.source='tiny'", ""),
+        ("other_models", "rollout.draft_model='tiny'", ""),
     ],
 )
 def test_a_subject_that_a_recipe_has_is_checked(subject: str, override: str, problem: str) -> None:
