@@ -274,6 +274,7 @@ class Link:
                 own.number = await own.send(("CLIENT", "ID"))
             own.send(read).add_done_callback(_drop)
             answer = own.send(command)
+            answer.add_done_callback(_drop)  # of a wait that is cancelled
             if early is None:
                 return await answer
             await asyncio.wait([answer, early], return_when=asyncio.FIRST_COMPLETED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import uuid
@@ -95,6 +96,24 @@ async def test_waits_one_after_the_other_keep_their_connection(dock: Dock) -> No
     for _ in range(5):
         await dock.claim_after(await nothing(dock), "read", 1, timeout=0.001)
     assert await connections() == before
+
+
+@pytest.mark.parametrize("ended_early", [False, True])
+async def test_a_wait_that_is_given_up_leaves_no_error_behind(
+    dock: Dock, ended_early: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio logs an error of a future that nobody has looked at, when the future is removed."""
+    early = asyncio.get_running_loop().create_future() if ended_early else None
+    waiting = asyncio.create_task(
+        dock.claim_after(await nothing(dock), "read", 1, timeout=60, early=early)
+    )
+    await until_waiting(dock.index)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    del waiting, early  # which have the future
+    await asyncio.sleep(0.1)  # the connection is lost by now
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 async def test_a_wait_that_is_given_up_takes_no_rows(dock: Dock) -> None:
