@@ -21,6 +21,12 @@ const RATE_STEPS = 8; // steps that tokens per second and the time left look bac
 const SPAN_SECONDS = 660; // how long spans are kept
 const GONE = 6; // seconds that a worker reports later than the others, after which it is not shown as at work
 
+/** Seconds in which `run` ran, over all its resumes; null before it began. */
+export function ranSeconds(run, now) {
+  if (!run.started) return run.former_seconds || null;
+  return run.former_seconds + (run.ended ?? now) - run.started;
+}
+
 /** One worker of a stage: its newest report, and the shares and rates of the last seconds. */
 class Worker {
   constructor(stage, latest) {
@@ -204,8 +210,7 @@ export class Progress {
   }
 
   get elapsed() {
-    if (!this.record.started) return null;
-    return (this.record.ended ?? this.now) - this.record.started;
+    return ranSeconds(this.record, this.now);
   }
 
   /** Seconds by the median of the last steps; null before there are two, since the first waits for the start. */

@@ -60,15 +60,14 @@ class Report:
 
 
 def write_report(
-    out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: Path | None, saved: int = 0
+    out_dir: Path, recipe: Recipe, *, checkpoint: Path | None, saved: int = 0
 ) -> Report:
     """Make the summary, the plot and the samples of the run in ``out_dir`` from its metrics.
 
-    ``seconds`` is how long its newest part took, ``checkpoint`` the model that it made, ``saved`` the steps that
-    its newest checkpoint holds.
+    ``checkpoint`` is the model that it made, ``saved`` the steps that its newest checkpoint holds.
     """
     progress = progress_of(recipe, read_metrics(out_dir / METRICS))
-    summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)
+    summary = summarize(progress, checkpoint=checkpoint)
     summary["resume_after_step"] = None if progress.state == "finished" else saved
     files = list[Path]()
     missing = list[str]()
@@ -139,9 +138,8 @@ def log_of(out_dir: Path, worker: str) -> Path | None:
 # The summary
 
 
-def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
-    """Return the run in numbers, as ``summary.json`` keeps them. ``seconds`` are those of its newest
-    part, since it was resumed."""
+def summarize(progress: Progress, *, checkpoint: Path | None) -> dict[str, Any]:
+    """Return the run in numbers, as ``summary.json`` keeps them."""
     history = progress.history
     rewards = progress.rewards()
     last = progress.last
@@ -162,7 +160,9 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "reason": progress.reason,
         "steps": progress.steps_done,
         "steps_planned": progress.steps,
-        "seconds": progress.former_seconds + seconds,
+        "seconds": progress.elapsed,
+        "started": progress.began,
+        "ended": progress.now,
         "seconds_per_step": progress.median_step_seconds,
         "reward_first_steps": first,
         "reward_last_steps": final,

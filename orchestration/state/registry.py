@@ -113,8 +113,9 @@ class KeyReused(ValueError):
 class RunRecord:
     """A run in the list.
 
-    Times in Unix seconds. ``position`` in the queue from 1, None when it has begun; ``attempts``:
-    number of its runners so far.
+    Times in Unix seconds. ``started``: when it began, or was resumed last; it had run
+    ``former_seconds`` before. ``position`` in the queue from 1, None when it has begun;
+    ``attempts``: number of its runners so far.
     """
 
     id: str
@@ -130,6 +131,7 @@ class RunRecord:
     attempts: int
     folder: str
     recipe: dict[str, Any]
+    former_seconds: float = 0.0
     step: StepEvent | None = None
     """The newest, where it is not read from the index."""
     labels: Labels = field(default_factory=Labels)
@@ -495,6 +497,7 @@ def _record(kept: Mapping[str, Any], now: tuple[str, str] | None) -> RunRecord:
         name: int(kept[name]) / 1000 if name in kept else None
         for name in ("created", "started", "ended")
     }
+    known["former_seconds"] = int(kept.get("former", 0)) / 1000
     known |= {"position": kept.get("position"), "attempts": int(kept["attempts"])}
     known |= {"labels": Labels.from_json(kept.get("labels", "{}"))}
     return RunRecord(**known, state=state, reason=reason, recipe=json.loads(kept["recipe"]))
