@@ -65,12 +65,15 @@ class UnknownRun(LookupError):
 class WrongState(RuntimeError):
     """A run cannot do what was ``asked`` in its present ``state``."""
 
-    def __init__(self, run: str, state: str, asked: str) -> None:
+    def __init__(self, run: str, state: str, asked: str, ended: float | None = None) -> None:
         *others, last = _MOVES[asked][0]
         states = f"{', '.join(others)} or {last}" if others else last
         if asked == "resume":
             states += ", or have ended"
-        super().__init__(f"run {run!r} is {state}; to {asked} it, it must be {states}")
+        at = time.strftime("; it ended at %Y-%m-%d %H:%M:%S UTC", time.gmtime(ended or 0.0))
+        super().__init__(
+            f"run {run!r} is {state}; to {asked} it, it must be {states}{at if ended else ''}"
+        )
         self.state = state
         self.asked = asked
 
@@ -313,7 +316,7 @@ class Registry:
         if record.state not in (*allowed, to) and not (
             what == "stop" and record.state == "stopped"
         ):
-            raise WrongState(run, record.state, what)
+            raise WrongState(run, record.state, what, record.ended)
         if record.state not in allowed:
             return record
         async with Index(self.link, run) as index:

@@ -199,7 +199,10 @@ def test_why_says_of_an_ended_run_what_its_rewards_show(
 def test_what_would_change_a_run_is_refused(runs: Path) -> None:
     run = runs / "a run ä"
     for words in (("pause",), ("checkpoint",), ("stop",)):
-        assert "none is alive in" in asyncdock("runs", *words, run, code=FAILED)
+        refused = asyncdock("runs", *words, run, code=FAILED)
+        assert "none is alive in" in refused
+        assert ": it finished at 20" in refused
+        assert f"`asyncdock resume {run} --set train.steps=…` makes more steps" in refused
     assert (run / "recipe.json").exists()
 
 
