@@ -221,10 +221,10 @@ export class Progress {
     return recent[Math.floor(recent.length / 2)] * (this.total - this.done);
   }
 
-  /** Tokens per second over the last steps. */
+  /** Tokens per second over the last steps; of a run that has ended, over all but the first one, which waits for the start. */
   rate(name = "tokens_generated") {
-    const recent = this.history.slice(-RATE_STEPS - 1);
-    const spent = recent.slice(1).reduce((sum, step) => sum + step.seconds, 0);
+    const recent = this.history.slice(this.ended ? 0 : -RATE_STEPS - 1);
+    const spent = recent.slice(1).reduce((sum, step, at) => sum + step.seconds * (step.step - recent[at].step), 0);
     return spent > 0 ? Math.max(0, recent.at(-1)[name] - recent[0][name]) / spent : null;
   }
 
