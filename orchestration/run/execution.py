@@ -149,7 +149,8 @@ class Execution:
         except Exception as error:
             if isinstance(error, IndexUnreachable) and self.folder.outlives_process:
                 raise
-            log.exception("the run cannot go on")
+            if not isinstance(error, IndexUnwritable):  # a full disk: its reason says all
+                log.exception("the run cannot go on")
             return Outcome("failed", _reason(error, self.folder.path))
 
     async def _run(self, stop: asyncio.Event) -> Outcome:
