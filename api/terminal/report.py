@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from api.telemetry.progress import Progress, StepPoint
-from api.terminal.numbers import duration, lost_text, number, unscored
+from api.terminal.numbers import counted, duration, lost_text, number, unscored
 from api.terminal.screen import pairs_table
 from orchestration.disk import replacing
 from orchestration.history.events_file import METRICS, read_metrics
@@ -232,6 +232,7 @@ def summarize(progress: Progress, *, checkpoint: Path | None) -> dict[str, Any]:
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """Return the summary as a table."""
     compared = summary["steps_compared"]
+    ends = "mean of the first and last " + ("step" if compared == 1 else f"{compared} steps")
     gain = summary["reward_gain"]
     first = number(summary["reward_first_steps"], ".3f")
     last = number(summary["reward_last_steps"], ".3f")
@@ -262,8 +263,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ),
         (
             "reward",
-            f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} "
-            f"steps)" + unscored(summary["reward_failed"], summary["reward_absent"]),
+            f"{first} → {last}  ({number(gain, '+.3f')}, {ends})"
+            + unscored(summary["reward_failed"], summary["reward_absent"]),
         ),
         ("functions", functions_text(summary["rewards"])),
         ("held out", "" if summary["held_out_first"] is None else f"{before} → {after}  (greedy)"),
@@ -280,7 +281,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         (
             "skipped",
             skipped
-            and f"{skipped:,} steps, as a loss or gradient was not finite; their "
+            and f"{counted(skipped, 'step')}, as a loss or gradient was not finite; their "
             f"rows are in skipped/",
         ),
         (
@@ -368,7 +369,7 @@ def dropped_text(dropped: Mapping[str, tuple[int, int]]) -> str:
     '3 groups (1,200 tokens): equal rewards; 1 group (96 tokens): reward exact failed'
     """
     return "; ".join(
-        f"{groups:,} group{'s' if groups != 1 else ''} ({tokens:,} tokens): {reason}"
+        f"{counted(groups, 'group')} ({counted(tokens, 'token')}): {reason}"
         for reason, (groups, tokens) in dropped.items()
     )
 
@@ -476,7 +477,7 @@ def write_plot(path: Path, progress: Progress) -> None:
         reward.plot(list(evaluations), held_out, label="held out, greedy", **style)
     reward.set_ylabel("reward")
     reward.set_title(
-        f"{progress.name}: {progress.state} after {progress.steps_done} steps",
+        f"{progress.name}: {progress.state} after {counted(progress.steps_done, 'step')}",
         loc="left",
         fontsize=11,
     )
