@@ -116,12 +116,13 @@ def notes_of(progress: Progress, summary: Mapping[str, Any]) -> list[str]:
         from api.terminal.reward_notes import reward_notes
 
         return reward_notes(summary["rewards"], summary["steps_compared"])
+    scaled = ""
+    if summary["last_step"].get("learning_rate") == 0:
+        scaled = ", and the learning rate was 0 (algorithm.options.scale_learning_rate)"
     return [
         f"Every reward was {number(rewards.pop(), '.4g')}, in all {progress.steps_done} steps: "
-        f"there was nothing to learn "
-        "from. See what the reward function returns, and whether the responses can earn more "
-        "(rollout.max_tokens, "
-        "prompts.template)."
+        f"there was nothing to learn from{scaled}. See what the reward function returns, and "
+        f"whether the responses can earn more (rollout.max_tokens, prompts.template)."
     ]
 
 

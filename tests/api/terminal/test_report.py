@@ -122,6 +122,17 @@ async def test_a_resumed_run_has_one_duration_everywhere(tmp_path: Path) -> None
         assert ran(shown, time.time()) == "0:56"
 
 
+@pytest.mark.parametrize("rate", [0.0, 1e-5])
+def test_equal_rewards_are_noted_with_the_rate_that_they_scale_to_0(
+    rate: float, tmp_path: Path
+) -> None:
+    same = {"reward_mean": 0.5, "reward_std": 0.0, "learning_rate": rate}
+    record(tmp_path, [scripted.step(number, **same) for number in range(3)])
+    (note,) = write_report(tmp_path, scripted.recipe(), checkpoint=None).notes
+    assert note.startswith("Every reward was 0.5, in all 3 steps: there was nothing to learn from")
+    assert ("learning rate was 0 (algorithm.options.scale_learning_rate)." in note) == (rate == 0)
+
+
 def test_the_report_of_a_run(tmp_path: Path) -> None:
     record(tmp_path, scripted.events())
     report = write_report(tmp_path, scripted.recipe(), checkpoint=tmp_path / "model")
