@@ -42,9 +42,9 @@ def find(
         entries = installed()
         if name not in entries.names:
             names = sorted({*built_in, *entries.names})
-            raise CodeUnusable(
-                Problem(key, name, "is not known", f"use {form!r} or one of {names}")
-            )
+            close = difflib.get_close_matches(name, names, n=1)
+            fix = f"did you mean {close[0]!r}?" if close else f"use {form!r} or one of {names}"
+            raise CodeUnusable(Problem(key, name, "is not known", fix))
         place = f"{entries[name].module}:{entries[name].attr}"
     return imported(place, key, name)
 

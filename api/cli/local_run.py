@@ -400,9 +400,7 @@ def _report(run: Execution, outcome: RunResult, console: Console) -> None:
 
     model = outcome.checkpoint.model if outcome.checkpoint else None
     saved_version = outcome.checkpoint.version if outcome.checkpoint else 0
-    report = write_report(
-        run.folder.path, run.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved_version
-    )
+    report = write_report(run.folder.path, run.recipe, checkpoint=model, saved=saved_version)
     # the view on standard output has shown the reason
     shown_before = {} if console.stderr else {"reason": ""}
     console.print()

@@ -78,7 +78,8 @@ class App {
   /** Show what the address says; `moved` when a person went there, who then reads on at its heading. */
   async go(moved) {
     const turn = (this.turn += 1);
-    const [, what = "", id = "", how = "", version = ""] = location.hash.split("/");
+    const [begin, what = "", id = "", how = "", version = ""] = location.hash.split("/");
+    if (what === "runs" && !id) return location.replace("#/");
     if (!what && this.runsOf === "none") return location.replace("#/models");
     const run = what === "runs" ? decodeURIComponent(id) : "";
     this.put(null);
@@ -114,6 +115,8 @@ class App {
         });
         this.put(page);
         page.load();
+      } else if (what || !["", "#"].includes(begin)) {
+        this.put({ element: notice("Nothing is here", `The address ${location.hash} is of no page.`), title: null });
       }
     } catch (problem) {
       if (turn === this.turn && problem.status !== 401) this.put({ element: notice("This run cannot be shown", problem.message), title: null });

@@ -21,6 +21,12 @@ const RATE_STEPS = 8; // steps that tokens per second and the time left look bac
 const SPAN_SECONDS = 660; // how long spans are kept
 const GONE = 6; // seconds that a worker reports later than the others, after which it is not shown as at work
 
+/** Seconds in which `run` ran, over all its resumes; null before it began. */
+export function ranSeconds(run, now) {
+  if (!run.started) return run.former_seconds || null;
+  return run.former_seconds + (run.ended ?? now) - run.started;
+}
+
 /** One worker of a stage: its newest report, and the shares and rates of the last seconds. */
 class Worker {
   constructor(stage, latest) {
@@ -204,8 +210,7 @@ export class Progress {
   }
 
   get elapsed() {
-    if (!this.record.started) return null;
-    return (this.record.ended ?? this.now) - this.record.started;
+    return ranSeconds(this.record, this.now);
   }
 
   /** Seconds by the median of the last steps; null before there are two, since the first waits for the start. */
@@ -216,10 +221,10 @@ export class Progress {
     return recent[Math.floor(recent.length / 2)] * (this.total - this.done);
   }
 
-  /** Tokens per second over the last steps. */
+  /** Tokens per second over the last steps; of a run that has ended, over all but the first one, which waits for the start. */
   rate(name = "tokens_generated") {
-    const recent = this.history.slice(-RATE_STEPS - 1);
-    const spent = recent.slice(1).reduce((sum, step) => sum + step.seconds, 0);
+    const recent = this.history.slice(this.ended ? 0 : -RATE_STEPS - 1);
+    const spent = recent.slice(1).reduce((sum, step, at) => sum + step.seconds * (step.step - recent[at].step), 0);
     return spent > 0 ? Math.max(0, recent.at(-1)[name] - recent[0][name]) / spent : null;
   }
 

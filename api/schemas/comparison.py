@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from api.schemas.runs import RUN_ID, Seconds, Strict
+from api.schemas.runs import RUN_ID, FormerSeconds, Seconds, Strict
 from pipeline.data.events import RunState
 
 MOST_RUNS = 300
@@ -58,6 +58,7 @@ class TableRow(BaseModel):
     created: Seconds
     started: Seconds | None
     ended: Seconds | None
+    former_seconds: FormerSeconds = 0.0
     steps: int
     steps_done: int
     tags: list[str]

@@ -16,6 +16,9 @@ from stages.json_schema import schema_of
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 Seconds = Annotated[float, Field(description="Unix seconds")]
+FormerSeconds = Annotated[
+    float, Field(description="Seconds that it ran before `started`, where it was resumed.")
+]
 
 
 class Strict(BaseModel):
@@ -41,8 +44,9 @@ class RunView(BaseModel):
     position: int | None = Field(description="In the queue; null once it is out of it.")
     owner: str = Field(description="The name of the token that submitted it.")
     created: Seconds
-    started: Seconds | None
+    started: Seconds | None = Field(description="When it began, or was resumed last.")
     ended: Seconds | None
+    former_seconds: FormerSeconds = 0.0
     agent: str = Field(description="The agent that runs it.")
     attempts: int = Field(description="How often a runner was started for it.")
     folder: str = Field(description="Where its files lie, on the machine that runs it.")

@@ -222,10 +222,8 @@ class Message(NamedTuple):
 class Progress(RunTotals):
     """A run of ``steps`` steps with the staleness bound ``bound`` on ``devices`` devices.
 
-    A run that is resumed has several parts, with time between them that is not its own. Times in
-    Unix seconds: ``began`` of the first event of the newest part, ``working`` of its first ready
-    worker, ``stepped`` of the last step, ``now`` of the last event. ``former_seconds``: of the
-    parts before.
+    Times in Unix seconds: ``working`` of the first ready worker of the newest part, ``stepped`` of
+    the last step.
     """
 
     def __init__(self, name: str, steps: int, bound: int, devices: int = 1) -> None:
@@ -234,11 +232,8 @@ class Progress(RunTotals):
         self.steps = steps
         self.bound = bound
         self.devices = devices
-        self.began: float | None = None
-        self.former_seconds = 0.0
         self.working: float | None = None
         self.stepped: float | None = None
-        self.now: float | None = None
         self._steps_of_part = 0
         self._generated_before = 0  # tokens, when the newest part began
         self.curve = Thinned[StepPoint]()  # of steps; one that is made again stands once
@@ -249,13 +244,7 @@ class Progress(RunTotals):
         self.messages: deque[Message] = deque(maxlen=MESSAGES)
 
     def apply(self, event: Event) -> EventData | None:
-        former_state = self.state
         data = super().apply(event)
-        if self.began is None:
-            self.began = event.time
-        elif self.state in ("created", "starting") and former_state not in ("created", self.state):
-            self._begin_part(event.time)
-        self.now = event.time
         match data:
             case StateEvent():
                 if self.state == "running":
@@ -285,9 +274,8 @@ class Progress(RunTotals):
                 self._note("", data.reason)
         return data
 
-    def _begin_part(self, time: float) -> None:
-        self.former_seconds = self.elapsed
-        self.began = time
+    def _begin_part(self) -> None:
+        super()._begin_part()
         self.working = None
         self._steps_of_part = 0
         self._generated_before = self.tokens["generated"]
@@ -337,13 +325,6 @@ class Progress(RunTotals):
     @property
     def steps_done(self) -> int:
         return self.last.step if self.last else 0
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds between the first and the last event of each part."""
-        if self.began is None or self.now is None:
-            return self.former_seconds
-        return self.former_seconds + self.now - self.began
 
     @property
     def stepping_seconds(self) -> float:

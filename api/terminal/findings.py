@@ -17,6 +17,6 @@ def findings_of(folder: Path, recipe: Recipe) -> list[str]:
     if not (folder / METRICS).is_file():
         return []
     progress = progress_of(recipe, read_metrics(folder / METRICS, READ_BYTES))
-    notes = notes_of(progress, summarize(progress, seconds=0.0, checkpoint=None))
+    notes = notes_of(progress, summarize(progress, checkpoint=None))
     alarms = [alarm for _, alarm in progress.alarms]
     return [*notes, *(f"step {alarm.step}: {alarm.reason}" for alarm in alarms[-MOST_ALARMS:])]

@@ -20,6 +20,15 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def counted(number: float, noun: str) -> str:
+    """Return how many of ``noun`` there are.
+
+    >>> counted(1, "sample"), counted(1200, "sample")
+    ('1 sample', '1,200 samples')
+    """
+    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
+
+
 def unscored(failed: int, absent: int) -> str:
     """Return how many responses a mean reward leaves out, as a text.
 
@@ -36,14 +45,16 @@ def lost_text(figures: Mapping[str, float]) -> str:
     have how many there were.
 
     >>> lost_text({"lost": 160, "responses": 1696}), lost_text({"lost": 0}), lost_text({"lost": 1})
-    ('could not score 160 of 1,696 responses (9%)', '', 'could not score 1 responses')
+    ('could not score 160 of 1,696 responses (9%)', '', 'could not score 1 response')
     """
     lost, responses = figures.get("lost", 0), figures.get("responses", 0)
     if not lost:
         return ""
     if not responses:
-        return f"could not score {lost:,.0f} responses"
-    return f"could not score {lost:,.0f} of {responses:,.0f} responses ({lost / responses:.0%})"
+        return f"could not score {counted(lost, 'response')}"
+    return (
+        f"could not score {lost:,.0f} of {counted(responses, 'response')} ({lost / responses:.0%})"
+    )
 
 
 def number(value: Any, form: str = ".3g") -> str:

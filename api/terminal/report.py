@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from api.telemetry.progress import Progress, StepPoint
-from api.terminal.numbers import duration, lost_text, number, unscored
+from api.terminal.numbers import counted, duration, lost_text, number, unscored
 from api.terminal.screen import pairs_table
 from orchestration.disk import replacing
 from orchestration.history.events_file import METRICS, read_metrics
@@ -60,15 +60,14 @@ class Report:
 
 
 def write_report(
-    out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: Path | None, saved: int = 0
+    out_dir: Path, recipe: Recipe, *, checkpoint: Path | None, saved: int = 0
 ) -> Report:
     """Make the summary, the plot and the samples of the run in ``out_dir`` from its metrics.
 
-    ``seconds`` is how long its newest part took, ``checkpoint`` the model that it made, ``saved`` the steps that
-    its newest checkpoint holds.
+    ``checkpoint`` is the model that it made, ``saved`` the steps that its newest checkpoint holds.
     """
     progress = progress_of(recipe, read_metrics(out_dir / METRICS))
-    summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)
+    summary = summarize(progress, checkpoint=checkpoint)
     summary["resume_after_step"] = None if progress.state == "finished" else saved
     files = list[Path]()
     missing = list[str]()
@@ -117,12 +116,13 @@ def notes_of(progress: Progress, summary: Mapping[str, Any]) -> list[str]:
         from api.terminal.reward_notes import reward_notes
 
         return reward_notes(summary["rewards"], summary["steps_compared"])
+    scaled = ""
+    if summary["last_step"].get("learning_rate") == 0:
+        scaled = ", and the learning rate was 0 (algorithm.options.scale_learning_rate)"
     return [
         f"Every reward was {number(rewards.pop(), '.4g')}, in all {progress.steps_done} steps: "
-        f"there was nothing to learn "
-        "from. See what the reward function returns, and whether the responses can earn more "
-        "(rollout.max_tokens, "
-        "prompts.template)."
+        f"there was nothing to learn from{scaled}. See what the reward function returns, and "
+        f"whether the responses can earn more (rollout.max_tokens, prompts.template)."
     ]
 
 
@@ -139,9 +139,8 @@ def log_of(out_dir: Path, worker: str) -> Path | None:
 # The summary
 
 
-def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
-    """Return the run in numbers, as ``summary.json`` keeps them. ``seconds`` are those of its newest
-    part, since it was resumed."""
+def summarize(progress: Progress, *, checkpoint: Path | None) -> dict[str, Any]:
+    """Return the run in numbers, as ``summary.json`` keeps them."""
     history = progress.history
     rewards = progress.rewards()
     last = progress.last
@@ -162,7 +161,9 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "reason": progress.reason,
         "steps": progress.steps_done,
         "steps_planned": progress.steps,
-        "seconds": progress.former_seconds + seconds,
+        "seconds": progress.elapsed,
+        "started": progress.began,
+        "ended": progress.now,
         "seconds_per_step": progress.median_step_seconds,
         "reward_first_steps": first,
         "reward_last_steps": final,
@@ -232,6 +233,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """Return the summary as a table."""
     compared = summary["steps_compared"]
+    ends = "mean of the first and last " + ("step" if compared == 1 else f"{compared} steps")
     gain = summary["reward_gain"]
     first = number(summary["reward_first_steps"], ".3f")
     last = number(summary["reward_last_steps"], ".3f")
@@ -262,8 +264,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ),
         (
             "reward",
-            f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} "
-            f"steps)" + unscored(summary["reward_failed"], summary["reward_absent"]),
+            f"{first} → {last}  ({number(gain, '+.3f')}, {ends})"
+            + unscored(summary["reward_failed"], summary["reward_absent"]),
         ),
         ("functions", functions_text(summary["rewards"])),
         ("held out", "" if summary["held_out_first"] is None else f"{before} → {after}  (greedy)"),
@@ -280,7 +282,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         (
             "skipped",
             skipped
-            and f"{skipped:,} steps, as a loss or gradient was not finite; their "
+            and f"{counted(skipped, 'step')}, as a loss or gradient was not finite; their "
             f"rows are in skipped/",
         ),
         (
@@ -368,7 +370,7 @@ def dropped_text(dropped: Mapping[str, tuple[int, int]]) -> str:
     '3 groups (1,200 tokens): equal rewards; 1 group (96 tokens): reward exact failed'
     """
     return "; ".join(
-        f"{groups:,} group{'s' if groups != 1 else ''} ({tokens:,} tokens): {reason}"
+        f"{counted(groups, 'group')} ({counted(tokens, 'token')}): {reason}"
         for reason, (groups, tokens) in dropped.items()
     )
 
@@ -476,7 +478,7 @@ def write_plot(path: Path, progress: Progress) -> None:
         reward.plot(list(evaluations), held_out, label="held out, greedy", **style)
     reward.set_ylabel("reward")
     reward.set_title(
-        f"{progress.name}: {progress.state} after {progress.steps_done} steps",
+        f"{progress.name}: {progress.state} after {counted(progress.steps_done, 'step')}",
         loc="left",
         fontsize=11,
     )

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from api.terminal.numbers import number, short_seconds
+from api.terminal.numbers import counted, number, short_seconds
 from orchestration.escapes import escaped
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _response(sample: SampleView) -> list[RenderableType]:
     untrained = sum(tokens for is_trained, tokens, _ in sample.masked if not is_trained)
     return [
         _below(text),
-        _below(Text(f"{untrained} tokens (pale) are not trained", style="italic")),
+        _below(Text(f"{counted(untrained, 'token')} (pale) not trained", style="italic")),
     ]
 
 
@@ -97,9 +97,9 @@ def segments_view(segments: Sequence[Mapping[str, Any]]) -> RenderableType:
     turns = 0
     for segment in segments:
         if segment.get("shares") is not None and segment["branch"]:
-            shared = f"goes on behind {segment['shares']} tokens of the response"
+            shared = f"goes on behind {counted(segment['shares'], 'token')} of the response"
             parts.append(Text(f"branch {segment['branch']}: {shared}", style="italic"))
-        tokens = f"{segment['tokens']} token{'s' if segment['tokens'] != 1 else ''}"
+        tokens = counted(segment["tokens"], "token")
         text = Text()
         if segment["generated"]:
             turns += 1

@@ -277,7 +277,7 @@ def measure(path: Path, steps: int, end: float, step_seconds: float) -> dict[str
             file.rewind(newest)
 
     def report() -> None:
-        write_report(path.parent, recipe, seconds=end - BEGIN, checkpoint=None)
+        write_report(path.parent, recipe, checkpoint=None)
 
     lines = sum(part.size for part in closed(path)) + path.stat().st_size
     last = max(BEGIN, end - READ * step_seconds)

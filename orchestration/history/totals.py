@@ -49,6 +49,7 @@ _PLAIN = (
         "epochs",
     ),
     *("prompts_skipped", "prompts_cut", "alarm_counts", "reward_calls"),
+    *("began", "now", "former_seconds"),
 )
 _EVENTS: dict[str, type[EventData]] = {
     "step": StepEvent,
@@ -135,11 +136,18 @@ class RunTotals:
 
     ``step``, ``published`` and ``swapped`` are its newest events of these kinds; ``processes`` has
     the last change and the pid of each worker process, ``names`` all workers that events named.
+
+    A run that is resumed has several parts, with time between them that is not its own. Unix
+    seconds: ``began`` of the newest part, without its time in the queue; ``now`` of the last event.
+    ``former_seconds``: of the parts before.
     """
 
     def __init__(self) -> None:
         self.state = "created"
         self.reason = ""
+        self.began: float | None = None
+        self.now: float | None = None
+        self.former_seconds = 0.0
         self.step: StepEvent | None = None
         self.workers: dict[str, WorkerTotals] = {}
         self.names: set[str] = set()
@@ -194,8 +202,14 @@ class RunTotals:
     def apply(self, event: Event) -> EventData | None:
         """Add ``event``; returns its payload."""
         data = event.decoded()
+        if self.began is None:
+            self.began = event.time
         match data:
             case StateEvent():
+                if data.state in ("created", "starting") and data.state != self.state:
+                    if self.state != "created":
+                        self._begin_part()
+                    self.began = event.time
                 self.state = data.state
                 self.reason = data.reason or ""
             case StepEvent():
@@ -232,7 +246,18 @@ class RunTotals:
             ):  # counted by one worker, which begins at 0 after a restart
                 self.prompts_skipped = max(self.prompts_skipped, data.skipped)
                 self.prompts_cut = max(self.prompts_cut, data.cut)
+        self.now = event.time
         return data
+
+    def _begin_part(self) -> None:
+        self.former_seconds = self.elapsed
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds in which the run ran: from the beginning to the last event of each part."""
+        if self.began is None or self.now is None:
+            return self.former_seconds
+        return self.former_seconds + self.now - self.began
 
     @property
     def tokens(self) -> dict[str, int]:

@@ -88,7 +88,6 @@ class RunResult:
     reason: str
     out_dir: Path
     checkpoint: Checkpoint | None
-    seconds: float
     worker: str = ""  # that has failed
 
 
@@ -125,7 +124,6 @@ class Execution:
         ends all workers at once. Raises IndexUnreachable where another process may go on with the
         run.
         """
-        began = time.monotonic()
         try:
             outcome = await self._outcome(stop or asyncio.Event())
             return RunResult(
@@ -134,7 +132,6 @@ class Execution:
                 outcome.reason,
                 self.folder.path,
                 self.folder.newest(),
-                time.monotonic() - began,
                 outcome.worker,
             )
         finally:
@@ -152,7 +149,8 @@ class Execution:
         except Exception as error:
             if isinstance(error, IndexUnreachable) and self.folder.outlives_process:
                 raise
-            log.exception("the run cannot go on")
+            if not isinstance(error, IndexUnwritable):  # a full disk: its reason says all
+                log.exception("the run cannot go on")
             return Outcome("failed", _reason(error, self.folder.path))
 
     async def _run(self, stop: asyncio.Event) -> Outcome:

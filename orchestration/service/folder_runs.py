@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from orchestration.checkpoints.recorded import SUMMARY
-from orchestration.history.events_file import METRICS, newest_events
+from orchestration.history.events_file import METRICS, newest_events, read_metrics
+from orchestration.history.totals import RunTotals
 from orchestration.run.folder import BEGUN_IN
 from orchestration.service.run_folders import RunFolders, has_settled
 from orchestration.state.labels import Labels, read_labels
 from orchestration.state.live import live_index
-from orchestration.state.paths import INDEX, RECIPE
+from orchestration.state.paths import INDEX, RECIPE, WHERE
 from orchestration.state.registry import Ask, Page, ReadOnly, Registry, RunRecord, UnknownRun
 from pipeline.data.events import ENDED, StepEvent
 from pipeline.index.calls import key_prefix
@@ -150,7 +151,7 @@ class FolderRuns(Registry):
                 stamp, record = known.get(folder, (0, None))
                 if record is None or stamp != changed or record.id != run:
                     is_live = live_index(folder) is not None
-                    record = _begun(run, folder) if is_live else _ended(run, folder)
+                    record = _live(run, folder) if is_live else _ended(run, folder)
                 if has_settled(changed):
                     self._known[folder] = changed, record
                 records[run] = record
@@ -220,21 +221,49 @@ def _begun(run: str, folder: Path) -> RunRecord:
     )
 
 
+def _live(run: str, folder: Path) -> RunRecord:
+    """Return the record of a run whose command goes on: it began its part with the file WHERE."""
+    record = _begun(run, folder)
+    with contextlib.suppress(OSError):
+        started = (folder / WHERE).stat().st_mtime
+        former = _totals(folder, until=started)
+        return replace(record, started=started, former_seconds=former.elapsed)
+    return record
+
+
 def _ended(run: str, folder: Path) -> RunRecord:
+    record = _begun(run, folder)
     summary: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         summary = json.loads((folder / SUMMARY).read_bytes())
     with contextlib.suppress(OSError):
-        if newest := newest_events(folder / METRICS, {"state"}).get("state"):
+        newest = newest_events(folder / METRICS, {"state"}).get("state")
+        if newest and (summary.get("ended") or 0.0) < newest.time:
             # the summary is of a command before, where the newest one could not write its own
-            summary = dict(newest.data) if newest.data["state"] in ENDED else {}
+            totals = _totals(folder)
+            times = {"started": totals.began, "ended": totals.now, "seconds": totals.elapsed}
+            summary = times | (dict(newest.data) if newest.data["state"] in ENDED else {})
     files = [folder / name for name in (SUMMARY, METRICS, RECIPE)]
+    started = summary.get("started") or record.created
+    ended = summary.get("ended") or max(path.stat().st_mtime for path in files if path.exists())
     return replace(
-        _begun(run, folder),
+        record,
         state=summary.get("state", "failed"),
         reason=summary.get("reason", BROKEN_OFF.format(folder)),
-        ended=max(path.stat().st_mtime for path in files if path.exists()),
+        started=started,
+        ended=ended,
+        former_seconds=summary.get("seconds", ended - started) - (ended - started),
     )
+
+
+def _totals(folder: Path, until: float = math.inf) -> RunTotals:
+    """Return the totals of the run's events before the Unix time ``until``."""
+    totals = RunTotals()
+    for event in read_metrics(folder / METRICS):
+        if event.time >= until:
+            break
+        totals.apply(event)
+    return totals
 
 
 def _with_step(record: RunRecord) -> RunRecord:

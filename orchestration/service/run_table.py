@@ -16,7 +16,10 @@ from orchestration.history.events_file import METRICS, newest_events
 from orchestration.history.lines import finite_numbers
 from orchestration.state.registry import MOST_RUNS, Registry, RunRecord
 
-PLAIN = ("id", "name", "state", "reason", "position", "owner", "created", "started", "ended")
+PLAIN = (
+    *("id", "name", "state", "reason", "position", "owner"),
+    *("created", "started", "ended", "former_seconds"),
+)
 Numbers = Mapping[str, float]
 
 

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import structlog
 
-from orchestration.history.events_file import METRICS
+from orchestration.history.events_file import METRICS, newest_events
 from orchestration.state.lock import RunLocked, lock_run
 from orchestration.state.paths import WHERE, shared_of
 from orchestration.state.recording import record_rest
@@ -44,14 +45,27 @@ async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> t
     else:
         where = where if where["hosted"] else {}  # its command was killed
     if not where:
-        raise NoneAlive(
-            f"run: none is alive in {folder}; `asyncdock resume {folder}` goes on with one that "
-            f"has ended"
-        )
+        raise NoneAlive(f"run: none is alive in {folder}{await asyncio.to_thread(_ending, folder)}")
     if where["hosted"]:
         raise LookupError(f"run: {folder} is run {where['run']} of a service; give that id")
     async with Index(where["index"], where["run"], timeout=ANSWER_SECONDS) as index:
         return where["run"], await ask(index)
+
+
+def _ending(folder: Path) -> str:
+    """Return when and how the run in ``folder`` has ended, and what goes on with it, as a text."""
+    resume = f"asyncdock resume {folder}"
+    newest = newest_events(folder / METRICS, {"state"}).get("state")
+    if newest is None:
+        return f"; `{resume}` goes on with one that has ended"
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest.time))
+    match newest.data["state"]:
+        case "finished":
+            return f": it finished at {at}; `{resume} --set train.steps=…` makes more steps"
+        case "stopped" | "failed" as state:
+            return f": it {state} at {at}; `{resume}` goes on with it"
+        case _:
+            return f": its command ended without it; `{resume}` goes on with it"
 
 
 async def conclude(registry: Registry, run: str, token: str, state: str, reason: str) -> bool:

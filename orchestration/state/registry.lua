@@ -11,7 +11,7 @@
 --   waiting       those that wait, scored the same
 --   active        those that an agent has taken, scored by when their lease ends, in ms
 --   run:ID        name, owner, recipe (JSON), key, phase, state and reason (once ended), created, started, ended (ms),
---                 agent, attempts, deaths (of its latest runners, ms), folder, token (of the lease), process (that holds it),
+--                 agent, attempts, former (ms that it ran before it was reopened), deaths (of its latest runners, ms), folder, token (of the lease), process (that holds it),
 --                 labels (JSON)
 --   key:OWNER:KEY run and fingerprint of a submission, for a day
 --   ended         how many have ended, by state
@@ -204,6 +204,8 @@ define('reopen', function(all, a, again)
   if phase ~= 'ended' then return again and phase ~= false and field(all, a.run, 'recipe') == a.recipe end
   if tonumber(ended) ~= a.ended then return false end
   call('HINCRBY', all .. 'ended', field(all, a.run, 'state'), -1)
+  local started = field(all, a.run, 'started')
+  if started then call('HINCRBY', all .. 'run:' .. a.run, 'former', ended - started) end
   call('HDEL', all .. 'run:' .. a.run, 'state', 'reason', 'ended', 'started', 'token', 'deaths')
   call('HSET', all .. 'run:' .. a.run, 'phase', 'waiting', 'recipe', a.recipe, 'attempts', 0, 'agent', '', 'process', '')
   call('ZADD', all .. 'waiting', call('INCR', all .. 'number'), a.run)

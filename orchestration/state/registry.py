@@ -65,12 +65,15 @@ class UnknownRun(LookupError):
 class WrongState(RuntimeError):
     """A run cannot do what was ``asked`` in its present ``state``."""
 
-    def __init__(self, run: str, state: str, asked: str) -> None:
+    def __init__(self, run: str, state: str, asked: str, ended: float | None = None) -> None:
         *others, last = _MOVES[asked][0]
         states = f"{', '.join(others)} or {last}" if others else last
         if asked == "resume":
             states += ", or have ended"
-        super().__init__(f"run {run!r} is {state}; to {asked} it, it must be {states}")
+        at = time.strftime("; it ended at %Y-%m-%d %H:%M:%S UTC", time.gmtime(ended or 0.0))
+        super().__init__(
+            f"run {run!r} is {state}; to {asked} it, it must be {states}{at if ended else ''}"
+        )
         self.state = state
         self.asked = asked
 
@@ -113,8 +116,9 @@ class KeyReused(ValueError):
 class RunRecord:
     """A run in the list.
 
-    Times in Unix seconds. ``position`` in the queue from 1, None when it has begun; ``attempts``:
-    number of its runners so far.
+    Times in Unix seconds. ``started``: when it began, or was resumed last; it had run
+    ``former_seconds`` before. ``position`` in the queue from 1, None when it has begun;
+    ``attempts``: number of its runners so far.
     """
 
     id: str
@@ -130,6 +134,7 @@ class RunRecord:
     attempts: int
     folder: str
     recipe: dict[str, Any]
+    former_seconds: float = 0.0
     step: StepEvent | None = None
     """The newest, where it is not read from the index."""
     labels: Labels = field(default_factory=Labels)
@@ -311,7 +316,7 @@ class Registry:
         if record.state not in (*allowed, to) and not (
             what == "stop" and record.state == "stopped"
         ):
-            raise WrongState(run, record.state, what)
+            raise WrongState(run, record.state, what, record.ended)
         if record.state not in allowed:
             return record
         async with Index(self.link, run) as index:
@@ -495,6 +500,7 @@ def _record(kept: Mapping[str, Any], now: tuple[str, str] | None) -> RunRecord:
         name: int(kept[name]) / 1000 if name in kept else None
         for name in ("created", "started", "ended")
     }
+    known["former_seconds"] = int(kept.get("former", 0)) / 1000
     known |= {"position": kept.get("position"), "attempts": int(kept["attempts"])}
     known |= {"labels": Labels.from_json(kept.get("labels", "{}"))}
     return RunRecord(**known, state=state, reason=reason, recipe=json.loads(kept["recipe"]))

@@ -64,6 +64,7 @@ from pipeline.data.events import LIVE, Event, WorkerEvent
 from pipeline.documents.flow import STATE, VERSION
 from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import Index, IndexRefused, IndexUnreachable
+from pipeline.index.errors import IndexUnwritable
 from stages.weights.documents import ENGINES
 
 log = structlog.get_logger()
@@ -140,6 +141,8 @@ class Supervisor:
             outcome = Outcome("failed", str(failed), getattr(failed, "worker", ""))
         except _Rewind as gone:
             outcome = Outcome(REWIND, str(gone))
+        except IndexUnwritable:  # who executes the run has the words for it
+            raise
         except Exception as error:
             log.exception("supervision failed")
             outcome = Outcome("failed", f"{type(error).__name__}: {error}")

@@ -49,22 +49,29 @@ def recipe_of(
 
 def begin(
     request: Request,
-    folder: Path,
+    folder: Path | None,
     refused: Callable[[Request, Sequence[Settings]], Mapping[int, RecipeError]] | None = None,
 ) -> Sweep:
     """Return the sweep of ``request`` in ``folder``: a new one once all of its recipes are right, or
-    the one that is there. ``refused`` returns what the service of the request refuses, by the
-    places of the settings. Raises RecipeError with all problems, and RunError."""
+    the one that is there.
+
+    ``folder`` None is refused, after everything else was judged. ``refused`` returns what the
+    service of the request refuses, by the places of the settings. Raises RecipeError with all
+    problems, and RunError.
+    """
     over = _checked_over(request)
     settings = [] if request.search else grid(over)
-    if not (folder / SWEEP).exists():
+    if folder is None or not (folder / SWEEP).exists():
         checked = settings or corners(over)
         _check_all(
             request,
-            folder,
+            folder or Path("sweep"),
             checked,
             refused(request, checked) if request.server and refused else {},
         )
+    if folder is None:
+        missing = Problem("--out", None, "is missing", "give the folder by which the sweep goes on")
+        raise RecipeError("sweep", [missing])
     return Sweep.open(folder, request, settings)
 
 

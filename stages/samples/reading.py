@@ -5,6 +5,7 @@ Importing this needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,14 @@ def groups(folder: Path) -> Iterator[list[Sample]]:
         samples, key=lambda sample: (sample["step"], sample["group"])
     ):
         yield sorted(members, key=lambda sample: int(sample["place"]))
+
+
+def kept_steps(folder: Path) -> tuple[int, int] | None:
+    """Return the oldest and the newest step of the samples below ``folder``; None: there are
+    none."""
+    with contextlib.suppress(FileNotFoundError, StopIteration):  # removed meanwhile
+        return next(groups(folder))[0]["step"], next(newest(folder))["step"]
+    return None
 
 
 def backwards(

@@ -28,6 +28,7 @@ def run_view(run: str = RUN, **changes: Any) -> dict[str, Any]:
         "owner": "ada",
         "created": 1_700_000_000.0,
         "started": 1_700_000_001.0,
+        "former_seconds": 0.0,
         "ended": None,
         "agent": "here-1",
         "attempts": 1,

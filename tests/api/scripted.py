@@ -217,7 +217,7 @@ class ScriptedRun:
             await stop.wait()
             state = "stopped"
             reason = "stopped by request"
-        return RunResult("scripted-1", state, reason, self.folder.path, None, 28.0, self.failed)
+        return RunResult("scripted-1", state, reason, self.folder.path, None, self.failed)
 
     async def events(self, after: str = "0") -> AsyncIterator[Event]:
         for item in self.script:

@@ -12,6 +12,7 @@ from api.cli.common.output import refuse
 from api.cli.service.asking import ServerOption
 from api.cli.service.run_files import folder_of
 from api.client.credentials import DEFAULT_SERVER
+from api.terminal.numbers import counted
 from api.terminal.screen import write
 from orchestration.disk import refusal
 from orchestration.streams import NO_ROOM
@@ -47,4 +48,4 @@ def pairs_command(
         refuse(error)
     except OSError as error:
         refuse(f"out: {refusal(out, 0, error)}" if error.errno in NO_ROOM else error)
-    write(f"{pairs} pairs of {groups} groups are in {out}")
+    write(f"{counted(pairs, 'pair')} of {counted(groups, 'group')} in {out}")

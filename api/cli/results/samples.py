@@ -17,6 +17,7 @@ from api.cli.service.asking import ServerOption, ask
 from api.cli.service.runs import RunArgument
 from api.client.credentials import DEFAULT_SERVER
 from api.schemas.samples import SamplePage, SamplesQuery
+from api.terminal.numbers import counted
 from api.terminal.screen import complain, safe_console
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def samples_command(
     complain(_looked(pages, len(samples), is_ranked=filters["best"] + filters["worst"] > 0))
     for name, lost in pages[0].dropped.items() if pages else ():
         complain(
-            f"{lost:,} responses that {name} could not score were dropped with their groups: "
+            f"Dropped with their groups: {counted(lost, 'response')} that {name} could not score; "
             f"logs/flow-0.log has why."
         )
 
@@ -98,11 +99,15 @@ def _looked(pages: Sequence[SamplePage], count: int, *, is_ranked: bool) -> str:
     """Return how many samples are printed, of how many, and what was not looked at."""
     looked = sum(page.looked for page in pages)
     steps = [step for page in pages if page.steps for step in page.steps]
+    if not steps and pages and (kept := pages[0].kept):
+        return f"No samples of this step: there are those of {_steps_text(*kept)}."
     if not steps:
-        return (
-            "No samples: the run has trained no step yet, keeps none (pipeline.keep_samples), or "
-            "no longer has those of this step."
-        )
+        return "No samples: the run has trained no step yet, or keeps none (pipeline.keep_samples)."
     fix = "name their --step" if is_ranked else "raise --limit"
     rest = f"; older ones were not looked at: {fix}" if pages[-1].next else ""
-    return f"{count} of {looked} samples of steps {min(steps)} to {max(steps)}{rest}."
+    of_steps = _steps_text(min(steps), max(steps))
+    return f"{count} of {counted(looked, 'sample')} of {of_steps}{rest}."
+
+
+def _steps_text(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"

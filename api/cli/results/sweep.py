@@ -136,12 +136,10 @@ def sweep_command(
                 server=server.rstrip("/"),
                 at_once=at_once,
             )
-            if out is None:
-                refuse("out: a sweep has a folder, by which it goes on; give one with --out FOLDER")
             try:
                 sweep = begin(request, out, _refused_by_service)
             except OSError as error:
-                refuse_folder("--out", error, out)
+                refuse_folder("--out", error, out or Path())
         with contextlib.closing(sweep):
             raise typer.Exit(_execute(sweep, as_json=as_json, plain=plain))
     except (RecipeError, RunError) as error:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from api.client import Client, ServiceError
     from api.schemas.runs import CheckpointView, RunView, StagesView
-    from orchestration.state.registry import Ask
+    from orchestration.state.registry import Ask, RunRecord
     from pipeline.index.client import Index
 
 LOOK_SECONDS = 0.5  # until it is seen again whether a checkpoint is written
@@ -522,7 +522,7 @@ def runs_table(runs: Sequence[RunView], now: float, console: Console) -> Table:
                 state,
                 f"{run.steps_done}/{run.steps}",
                 number(run.reward, ".3f"),
-                _took(run, now),
+                ran(run, now),
                 local_time(run.created),
                 run.owner,
             )
@@ -551,7 +551,7 @@ def run_table(run: RunView, now: float, stages: StagesView) -> Table:
         ("created", local_time(run.created) + (f" by {run.owner}" if run.owner else "")),
         ("started", local_time(run.started)),
         ("ended", local_time(run.ended)),
-        ("took", _took(run, now)),
+        ("took", ran(run, now)),
         ("runner", f"{run.agent}, attempt {run.attempts}" if run.agent else ""),
         ("folder", run.folder),
         ("tags", " ".join(run.tags)),
@@ -589,7 +589,10 @@ def _active(what: Ask) -> Callable[[Index], Awaitable[tuple[str, str]]]:
     return asked
 
 
-def _took(run: RunView, now: float) -> str:
+def ran(run: RunView | RunRecord, now: float) -> str:
+    """Return how long ``run`` has run, over all its resumes; "" before it began."""
     from api.terminal.numbers import duration
 
-    return duration((run.ended or now) - run.started) if run.started else ""
+    if run.started is None:
+        return duration(run.former_seconds) if run.former_seconds else ""
+    return duration(run.former_seconds + (run.ended or now) - run.started)

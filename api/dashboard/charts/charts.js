@@ -37,8 +37,8 @@ export function smooth(values, span) {
 }
 
 export class Chart {
-  /** `series`: [{label, colour, format, dash, width, points, stepped, hushed, optional}]; a hushed one is drawn but not read out, an
-   * optional one is not spoken of while it has no value.
+  /** `series`: [{label, colour, format, dash, width, points, stepped, hushed, optional, overall}]; a hushed one is drawn but not read out, an
+   * optional one is not spoken of while it has no value. `overall`: what is read where no step is pointed at; null: the newest value.
    * `floor`: whether the scale begins at zero. */
   constructor({ title, note = "", series, floor = false, format = (value) => number(value, 2) }) {
     Object.assign(this, { title, series, floor, format });
@@ -201,7 +201,8 @@ export class Chart {
       // A number that not every step has: its newest value up to there.
       let from = at;
       while (from > 0 && (values[from] === null || values[from] === undefined)) from -= 1;
-      say(reading, (this.series[which].format ?? this.format)(values[from]));
+      const { format = this.format, overall } = this.series[which];
+      say(reading, format((pointed ? null : overall?.()) ?? values[from]));
     });
   }
 
@@ -230,7 +231,8 @@ export class Chart {
       const values = this.data[which + 1].filter((value) => value !== null && Number.isFinite(value));
       if (!values.length) return [];
       const range = index === undefined && !one.dash ? ` (from ${format(Math.min(...values))} to ${format(Math.max(...values))} so far)` : "";
-      return [`${one.label} ${format(this.data[which + 1][at])}${range}`];
+      const mean = index === undefined ? (one.overall?.() ?? null) : null;
+      return [`${one.label} ${mean === null ? format(this.data[which + 1][at]) : `${format(mean)} on average`}${range}`];
     });
     const marks = this.marks.filter((one) => index === undefined || one.step === this.data[0][at]).map((one) => ` ${one.text}`);
     return `${this.title} at step ${this.data[0][at]}: ${parts.join(", ")}.${marks.join("")}`;

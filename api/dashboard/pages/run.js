@@ -118,6 +118,7 @@ export class RunPage {
     const shares = { floor: true, alarms: ["ess", "clip_fraction", "mask_fraction"] };
     const gaps = ["gap_mean_0", "gap_mean_1", "gap_mean_2", "gap_mean_3", "gap_mean_4", "gap_mean_resumed"];
     const functions = this.progress.functions;
+    const mean = (name) => (this.progress.ended ? this.progress.rate(name) : null); // the last steps make no tokens
     const DASHES = [undefined, [4, 3], [1, 3], [8, 3]];
     const byFunction = (title, what, options) =>
       plot(title, functions.map((name, at) => line(name, `rewards/${name}/${what}`, (at % 2) + 1, { dash: DASHES[(at >> 1) % 4], optional: true })), options);
@@ -152,7 +153,10 @@ export class RunPage {
       ),
       plot(
         "Tokens per second",
-        [line("generated", ({ speed }) => speed("tokens_generated"), 1), line("trained", ({ speed }) => speed("tokens_trained"), 2, thin)],
+        [
+          line("generated", ({ speed }) => speed("tokens_generated"), 1, { overall: () => mean("tokens_generated") }),
+          line("trained", ({ speed }) => speed("tokens_trained"), 2, { ...thin, overall: () => mean("tokens_trained") }),
+        ],
         { floor: true, format: count },
       ),
       plot("Seconds per step", [line("step", "seconds", 1), line("of it training", "train_seconds", 2, thin)], { floor: true }),
@@ -299,8 +303,8 @@ export class RunPage {
     const newest = [...progress.evaluations.values()].at(-1);
     const withUnscored = [[last, "responses"], [newest, "held-out answers"]].filter(([data]) => unscored(data) > 0);
     say(reward.more, facts(last && `± ${fixed(last.reward_std, 2)}`, ...withUnscored.map(([data, what]) => `${count(unscored(data))} ${what} not scored`)));
-    say(speed.value, count(progress.rate()));
     const rate = progress.rate();
+    say(speed.value, count(rate));
     say(speed.more, last ? facts(record.devices > 1 && rate !== null && `${count(rate / record.devices)} a device`, `${count(last.tokens_generated)} in all`) : "");
     say(staleness.value, last ? fixed(last.staleness_mean, 2) : "–");
     say(staleness.more, facts(last && `max ${number(last.staleness_max)}`, `bound ${progress.bound ?? "–"}`));

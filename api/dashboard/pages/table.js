@@ -6,7 +6,7 @@
 import { announce, element, say } from "../element.js";
 import { ago, count, duration, number } from "../format.js";
 import { brief } from "../charts/comparison.js";
-import { STATES } from "../progress.js";
+import { STATES, ranSeconds } from "../progress.js";
 import { Table } from "../charts/table.js";
 import { setState, stateBadge } from "./runs.js";
 
@@ -96,7 +96,7 @@ export class TablePage {
 
   layout() {
     const plain = (key, head, more) => ({ key, head, value: (run) => run[key], cell: (run) => brief(run[key]), ...more });
-    const seconds = (run) => (run.started === null ? null : (run.ended ?? this.service.now) - run.started);
+    const seconds = (run) => ranSeconds(run, this.service.now);
     return [
       { key: "chosen", head: this.all, left: true, cell: (run) => this.box(run) },
       plain("id", "run", { left: true, names: true, cell: (run) => element("a", { href: `#/runs/${encodeURIComponent(run.id)}`, title: run.name }, run.id) }),

@@ -26,6 +26,7 @@ from orchestration.policy.source import PoliciesBusy, PolicyUnknown
 from orchestration.processes.confined import TurnsFull
 from orchestration.recipe.problems import RecipeError
 from orchestration.state.registry import KeyReused, ReadOnly, UnknownRun, WrongState
+from pipeline.data.events import ENDED
 from pipeline.index.client import IndexUnreachable
 from stages.calls.interface import CallRefused
 from stages.environments.programs.messages import anthropic_error, openai_error
@@ -358,7 +359,11 @@ def problem_of(error: Exception) -> HTTPProblem:
         case ReadOnly():
             return HTTPProblem(403, str(error), kind="read-only")
         case WrongState():
-            fix = "wait until it is in a state in which it can, or leave it"
+            fix = (
+                "resume it, with more train.steps where it has finished; or fork it"
+                if error.state in ENDED
+                else "wait until it is in a state in which it can, or leave it"
+            )
             return HTTPProblem(
                 409, str(error), kind="wrong-state", field="state", value=error.state, fix=fix
             )

@@ -10,6 +10,7 @@ from api.server.http.problems import HTTPProblem
 from api.server.service.operations import operation
 from api.server.service.service import Service
 from orchestration.recipe.problems import suggest
+from stages.samples.reading import kept_steps
 from stages.samples.sample_log import FOLDER
 from stages.samples.search import search
 
@@ -66,6 +67,12 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
         totals = (await service.run_statuses.of(service.index(record.id))).totals
         counts = {name: int(of.get("lost", 0)) for name, of in totals.reward_calls.items()}
         dropped = {name: lost for name, lost in counts.items() if lost}
+    has_none = query.step is not None and not page.looked and not query.after
     return SamplePage(
-        samples=views, next=page.next, looked=page.looked, steps=page.steps, dropped=dropped
+        samples=views,
+        next=page.next,
+        looked=page.looked,
+        steps=page.steps,
+        kept=await asyncio.to_thread(kept_steps, folder) if has_none else None,
+        dropped=dropped,
     )

@@ -15,7 +15,7 @@ LONG = "my-long-recipe-name-with-more-20261127-201122-ab12"
 
 
 def run(name: str, steps_done: int, owner: str) -> Any:
-    times = {"created": 1.7e9, "started": 1.7e9, "ended": 1.7e9 + 4000}
+    times = {"created": 1.7e9, "started": 1.7e9, "ended": 1.7e9 + 4000, "former_seconds": 0.0}
     numbers = {"steps": 100_000, "steps_done": steps_done, "reward": 0.1234, "position": None}
     return SimpleNamespace(id=name, state="finished", owner=owner, **times, **numbers)
 

@@ -735,6 +735,32 @@ def test_the_speed_of_a_step_after_a_resume_is_by_its_own_seconds(browser: Brows
     assert speeds == [None, 500, 100]
 
 
+def test_the_speed_of_an_ended_run_is_its_mean(browser: Browser) -> None:
+    """Its last steps make no tokens: the responses were there before."""
+    steps = [
+        {"step": step, "seconds": 2, "tokens_generated": min(500 * step, 1500)}
+        for step in range(1, 14)
+    ]
+    rates = browser.asynchronous(
+        module("progress") + "const progress = new it.Progress({}, () => 0);"
+        "for (const step of arguments_[0]) progress.step(step);"
+        "const running = progress.rate(); progress.state = 'finished';"
+        "return [running, progress.rate()];",
+        steps,
+    )
+    assert rates == [0, 1000 / 24]
+
+
+@pytest.mark.parametrize("address", ["#/nonsense", "#nonsense", "#/nonsense/a/b"])
+def test_an_address_of_no_page_says_so_and_leads_to_the_runs(
+    browser: Browser, served: Site, address: str
+) -> None:
+    browser.open(f"{served.url}{address}")
+    browser.until("return document.querySelector('main h1')?.textContent === 'Nothing is here'")
+    assert address in browser.js("return document.querySelector('main').textContent")
+    assert browser.js("return document.querySelector('main a').getAttribute('href')") == "#/"
+
+
 def test_branches_are_marked_and_all_parts_of_a_long_trajectory_are_seen(browser: Browser) -> None:
     text = "a long observation " * 8
     parts = [

@@ -36,7 +36,7 @@ def test_an_alarm_is_a_line_a_message_and_a_row_of_the_summary() -> None:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(LiveView(progress, console).render())
     assert "alarm at step 4: ess: 0.04. There." in console.export_text()
-    summary = summarize(progress, seconds=1.0, checkpoint=None)
+    summary = summarize(progress, checkpoint=None)
     assert summary["alarms"] == [
         {"step": 4, "metric": "ess", "reason": "ess: 0.04", "look": "There."}
     ]

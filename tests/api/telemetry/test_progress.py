@@ -17,7 +17,7 @@ from api.telemetry.thinned import MOST
 from api.terminal.live import LiveView, sparkline
 from api.terminal.plain import plain_line
 from api.terminal.report import summarize
-from orchestration.history.totals import SHARES, shares
+from orchestration.history.totals import SHARES, RunTotals, shares
 from pipeline.data.events import Event
 from tests.api import scripted
 
@@ -93,12 +93,13 @@ def test_the_seconds_of_a_resumed_run_are_those_of_all_its_parts() -> None:
     first = [scripted.event(0, "state", state="created", reason="")]
     first += [scripted.event(1, "state", state="starting", reason=""), scripted.step(0)]
     stopped = scripted.event(20, "state", state="stopped", reason="stopped by request")
-    for ending, seconds in (([stopped], 20), ([], 10)):  # without an end it was killed
+    for ending, seconds in (([stopped], 19), ([], 9)):  # without an end it was killed
         last = part(1000, 600, at(1010, scripted.step(1)))
         progress = applied(*first, *ending, *last)
-        assert progress.elapsed == pytest.approx(seconds + 10)
-        summary = summarize(progress, seconds=11.0, checkpoint=None)
-        assert summary["seconds"] == pytest.approx(seconds + 11)
+        assert progress.elapsed == pytest.approx(seconds + 9), "without its time in the queue"
+        assert RunTotals.of(progress.wire()).elapsed == progress.elapsed
+        summary = summarize(progress, checkpoint=None)
+        assert summary["seconds"] == progress.elapsed
         assert summary["tokens_generated"] == 1100
 
 
@@ -212,7 +213,7 @@ def test_what_a_long_run_is_reported_as_is_what_it_did() -> None:
             for n in range(length)
         )
     )
-    summary = summarize(progress, seconds=1.0, checkpoint=None)
+    summary = summarize(progress, checkpoint=None)
     assert summary["steps"] == length
     assert summary["reward_first_steps"] == pytest.approx(fmean(rewards[:5]), abs=1e-12)
     assert summary["reward_last_steps"] == pytest.approx(fmean(rewards[-5:]), abs=1e-12)
@@ -232,7 +233,7 @@ def test_steps_that_are_made_again_from_an_older_checkpoint_stand_once() -> None
     progress = of_length(5000, reward_mean=0.0, reward_failed=1)
     for event in events_of(range(1000, 2000), reward_mean=1.0, reward_failed=0):
         progress.apply(event)
-    summary = summarize(progress, seconds=1.0, checkpoint=None)
+    summary = summarize(progress, checkpoint=None)
     assert (summary["steps"], summary["reward_failed"]) == (2000, 1000)
     assert summary["reward_last_steps"] == 1.0
     assert list(progress.evaluations)[-1] == 1990

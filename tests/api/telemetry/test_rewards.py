@@ -161,7 +161,7 @@ def test_groups_without_a_difference_and_lengths_by_reward(scored: Scored) -> No
 
 
 def test_summary_and_terminal_have_them_and_say_what_stands_out(scored: Scored) -> None:
-    report = write_report(scored.folder, scored.recipe, seconds=1.0, checkpoint=None)
+    report = write_report(scored.folder, scored.recipe, checkpoint=None)
     summary = json.loads((scored.folder / "summary.json").read_text())
     figures = summary["rewards"][JUDGE]
     responses = [sample for members in scored.samples.values() for sample in members]

@@ -7,6 +7,8 @@ import json
 import math
 import struct
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from api.cli.service.runs import ran
 from api.telemetry.progress import Progress
 from api.terminal.report import smooth, summary_table, write_plot, write_report
 from orchestration.history.events_file import METRICS, MetricsFile, read_metrics
+from orchestration.service.folder_runs import FolderRuns
+from orchestration.state.paths import RECIPE
 from pipeline.data.events import Event
 from tests.api import scripted
 
@@ -88,14 +93,49 @@ def test_a_resumed_run_is_reported_as_one(tmp_path: Path) -> None:
     record(
         tmp_path, [event for event in everything if event.kind != "step" or event.data["step"] > 3]
     )  # from a checkpoint
-    report = write_report(tmp_path, scripted.recipe(), seconds=9.0, checkpoint=None)
+    report = write_report(tmp_path, scripted.recipe(), checkpoint=None)
     assert report.summary["steps"] == scripted.STEPS
     assert report.summary["reward_last_steps"] == pytest.approx(0.55)
 
 
+async def test_a_resumed_run_has_one_duration_everywhere(tmp_path: Path) -> None:
+    """It ran for 28 s, and for 28 s again an hour later."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / RECIPE).write_text(scripted.recipe().to_json())
+    first = scripted.events("stopped")
+    record(
+        folder,
+        [*first, *(replace(each, id=f"9{each.id}", time=each.time + 3600) for each in first)],
+    )
+    runs = FolderRuns("redis://127.0.0.1:1", [tmp_path], tmp_path / "copies")
+    (unreported,) = (await runs.list())[0]  # as where the command was killed
+    report = write_report(folder, scripted.recipe(), checkpoint=None)
+    runs.look_again()
+    (reported,) = (await runs.list())[0]
+    await runs.close()
+    assert report.summary["seconds"] == pytest.approx(56)
+    for shown in (unreported, reported):
+        assert shown.started == scripted.BEGIN + 3600
+        assert shown.ended == report.summary["ended"] == scripted.BEGIN + 3628
+        assert shown.former_seconds == pytest.approx(28)
+        assert ran(shown, time.time()) == "0:56"
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-5])
+def test_equal_rewards_are_noted_with_the_rate_that_they_scale_to_0(
+    rate: float, tmp_path: Path
+) -> None:
+    same = {"reward_mean": 0.5, "reward_std": 0.0, "learning_rate": rate}
+    record(tmp_path, [scripted.step(number, **same) for number in range(3)])
+    (note,) = write_report(tmp_path, scripted.recipe(), checkpoint=None).notes
+    assert note.startswith("Every reward was 0.5, in all 3 steps: there was nothing to learn from")
+    assert ("learning rate was 0 (algorithm.options.scale_learning_rate)." in note) == (rate == 0)
+
+
 def test_the_report_of_a_run(tmp_path: Path) -> None:
     record(tmp_path, scripted.events())
-    report = write_report(tmp_path, scripted.recipe(), seconds=28.0, checkpoint=tmp_path / "model")
+    report = write_report(tmp_path, scripted.recipe(), checkpoint=tmp_path / "model")
     assert {path.name for path in report.files} == {
         "summary.json",
         "metrics.jsonl",
@@ -149,7 +189,7 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
 
 def test_samples_stand_side_by_side_and_cannot_break_the_table(tmp_path: Path) -> None:
     record(tmp_path, scripted.events())
-    write_report(tmp_path, scripted.recipe(), seconds=1.0, checkpoint=None)
+    write_report(tmp_path, scripted.recipe(), checkpoint=None)
     lines = (tmp_path / "samples.md").read_text().splitlines()
     assert "| before (version 0) | after (version 8) |" in lines
     assert "> What is 2 | 3?" in lines
@@ -165,7 +205,7 @@ def test_without_matplotlib_the_rest_is_there_and_the_fix_is_named(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     record(tmp_path, scripted.events())
-    report = write_report(tmp_path, scripted.recipe(), seconds=1.0, checkpoint=None)
+    report = write_report(tmp_path, scripted.recipe(), checkpoint=None)
     assert (tmp_path / "summary.json").exists()
     assert not (tmp_path / "reward.png").exists()
     assert report.missing == [
@@ -176,7 +216,7 @@ def test_without_matplotlib_the_rest_is_there_and_the_fix_is_named(
 def test_a_run_that_never_stepped_has_a_summary(tmp_path: Path) -> None:
     failed = [scripted.event(0, "state", state="failed", reason="rollout-0: no memory")]
     record(tmp_path, failed)
-    report = write_report(tmp_path, scripted.recipe(), seconds=1.0, checkpoint=None)
+    report = write_report(tmp_path, scripted.recipe(), checkpoint=None)
     assert {path.name for path in report.files} == {"summary.json", "metrics.jsonl"}
     shown = io.StringIO()
     Console(file=shown, width=100).print(summary_table(report.summary))

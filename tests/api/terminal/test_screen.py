@@ -231,7 +231,7 @@ def test_the_summary_of_a_run_is_safe() -> None:
     ):
         progress.apply(event)
     out = io.StringIO()
-    summary = summarize(progress, seconds=1.0, checkpoint=None)
+    summary = summarize(progress, checkpoint=None)
     safe_console(file=out, width=200).print(summary_table(summary))
     assert safe(out.getvalue())
 

@@ -83,6 +83,7 @@ EVENTS = [
         node="a",
         host="host-a",
     ),
+    scripted.event(50, "state", state="starting", reason=""),  # it was resumed
 ]
 
 

@@ -51,7 +51,7 @@ def summary_of(watched: Watched) -> dict[str, Any]:
     progress = Progress("long", 13, 0)
     for event in watched.events:
         progress.apply(event)
-    return summarize(progress, seconds=1.0, checkpoint=None)
+    return summarize(progress, checkpoint=None)
 
 
 async def test_one_prompt_too_long_is_skipped_and_the_rest_is_the_run_without_it(

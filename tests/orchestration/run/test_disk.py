@@ -106,7 +106,7 @@ def small_index(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("launcher", ["inline", "process"])
 async def test_an_index_without_room_ends_the_run_with_the_place_and_what_to_do(
-    launcher: str, small_index: Path, tmp_path: Path
+    launcher: str, small_index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     of = recipe(MOCK, train__steps=100_000, launch__launcher=launcher, checkpoint__every=2)
     async with executing(in_a_folder_that_is_there(of, tmp_path / "run")) as (watched, work):
@@ -117,6 +117,8 @@ async def test_an_index_without_room_ends_the_run_with_the_place_and_what_to_do(
     assert result.state == "failed"
     for part in (str(small_index), "free room there", "resume the run"):
         assert part in result.reason, result.reason
+    if launcher == "process":  # inline, workers log here too
+        assert "IndexUnwritable" not in "".join(capsys.readouterr()), "the reason alone says it"
     assert_nothing_left(watched.run)
     (small_index / "something-else").unlink()
     before = checkpoint.latest(tmp_path / "run" / "checkpoints")

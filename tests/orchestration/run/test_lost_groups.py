@@ -99,7 +99,7 @@ async def test_a_run_that_loses_every_group_ends_at_once_and_says_why(
     assert_nothing_left(watched.run)
 
     (out / METRICS).write_text("".join(event_json(event) + "\n" for event in watched.events))
-    summary = write_report(out, of, seconds=1.0, checkpoint=None).summary
+    summary = write_report(out, of, checkpoint=None).summary
     assert summary["samples"]["generated"] == ledger["generated"] >= N * dropped
     assert summary["tokens_generated"] == ledger["generated_tokens"] > 0
     assert summary["dropped"][reason] == {"groups": dropped, "tokens": ledger["filtered_tokens"]}

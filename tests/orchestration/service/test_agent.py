@@ -397,6 +397,9 @@ async def test_a_stopped_run_goes_on_with_other_keys_and_no_step_is_lost_or_doub
             again = await service.registry.reopen(stopped, longer)
             assert await SCALE.get(index) is None, "it begins with rollout.workers"
         assert (again.ended, again.attempts) == (None, 0)
+        assert stopped.ended is not None
+        assert stopped.started is not None
+        assert again.former_seconds == pytest.approx(stopped.ended - stopped.started)
         with pytest.raises(WrongState):  # it was resumed since
             await service.registry.reopen(stopped, longer)
         record = await service.ended(run)

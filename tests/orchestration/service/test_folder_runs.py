@@ -9,14 +9,17 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from orchestration.service.folder_runs import FolderRuns
 from orchestration.state.paths import WHERE
 from tests.forked import ROOT, asyncdock
 
 
-def started(out: Path, log: Path) -> subprocess.Popen[bytes]:
+def started(out: Path, log: Path, how: str = "run") -> subprocess.Popen[bytes]:
     """A run with its files in ``out``, once its index can be found there."""
-    command = [*asyncdock(), "run", "mock", "--set", "train.steps=1000", "--out", str(out)]
+    arguments = ["mock", "--set", "train.steps=1000", "--out"] if how == "run" else []
+    command = [*asyncdock(), how, *arguments, str(out)]
     with log.open("w") as output:
         run = subprocess.Popen(
             [*command, "--plain"],
@@ -43,6 +46,18 @@ async def test_a_run_that_ends_between_two_looks_is_read_on(index_url: str, tmp_
         folders.look_again()
         assert (await folders.get("mine")).state == "stopped"
         assert await folders.index("mine").event_ends() > live
+        before = await folders.get("mine")
+        assert before.ended is not None
+        assert before.started is not None
+
+        run = await asyncio.to_thread(
+            started, tmp_path / "runs" / "mine", tmp_path / "log", "resume"
+        )
+        folders.look_again()
+        again = await folders.get("mine")
+        assert again.started is not None
+        assert again.started > before.ended
+        assert again.former_seconds == pytest.approx(before.ended - before.started)
     finally:
         run.kill()
         run.wait()

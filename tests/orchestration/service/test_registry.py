@@ -300,6 +300,8 @@ async def test_what_a_run_is_asked_reaches_its_own_state(registry: Registry) -> 
     assert (await registry.ask(run, "stop")).reason == "stopped by request"
     with pytest.raises(WrongState):
         await registry.ask(run, "resume")
+    with pytest.raises(WrongState, match=r"must be running; it ended at \d{4}-.* UTC$"):
+        await registry.ask(run, "pause")
     with pytest.raises(UnknownRun, match="'unknown' is not in this service"):
         await registry.ask("unknown", "pause")
 

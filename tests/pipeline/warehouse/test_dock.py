@@ -534,3 +534,9 @@ async def test_cancelled_writes_leave_no_bytes_behind(
     await dock.close()
     stats = await index.stats()
     assert (stats["rows"], stats["blocks"], stats["warehouses"]["local"]["used"]) == (0, 0, 0)
+
+
+def test_an_arena_of_another_size_is_refused(tmp_path: Path) -> None:
+    Arena.create(tmp_path / "arena", 1 << 20)
+    with pytest.raises(ValueError, match="is 1048576 bytes, not 2097152; a run's arena cannot"):
+        Arena.create(tmp_path / "arena", 1 << 21)

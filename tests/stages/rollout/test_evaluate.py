@@ -135,7 +135,7 @@ async def test_an_evaluation_without_a_score_has_none(tmp_path: Path) -> None:
     assert plain_line(progress, line).startswith(
         "evaluation v7  reward – of 0 held-out prompts  (4 failed): reward '"
     )
-    assert summarize(progress, seconds=1.0, checkpoint=None)["held_out_last"] is None
+    assert summarize(progress, checkpoint=None)["held_out_last"] is None
     assert "Mean reward: – of 0 prompts with version 7  (4 failed)" in samples_markdown(progress)
     (point,) = Points().of(line)
     assert "evaluation/reward_mean" not in point.numbers

@@ -99,8 +99,8 @@ def test_responses_that_were_dropped_as_they_failed_are_counted(failing: tuple[P
     rows, said = samples(folder, "--failed")
     assert rows == []
     assert said.splitlines()[1:] == [
-        f"{lost} responses that {counted.__name__}:judge could not score were dropped with their "
-        "groups: logs/flow-0.log has why."
+        f"Dropped with their groups: {lost} responses that {counted.__name__}:judge could not "
+        "score; logs/flow-0.log has why."
     ]
     rows, said = samples(folder, "--no-failed")
     assert rows
@@ -136,7 +136,10 @@ def test_filters_are_those_of_all_samples(run: Path) -> None:
     ranked, said = samples(run, "--best", "3", "--worst", "2")
     assert [row["reward"] for row in ranked] == [*rewards[:3], *rewards[-2:]]
     assert said.startswith(f"5 of {len(every)} samples")
-    assert samples(run, "--step", "900")[1].startswith("No samples: ")
+    said = samples(run, "--step", "900")[1]
+    assert said == f"No samples of this step: there are those of steps {steps[0]} to {steps[-1]}.\n"
+    said = samples(run, "--step", steps[-1], "--limit", "1")[1]
+    assert said.startswith(f"1 of 1 sample of step {steps[-1]}; older")
 
 
 def test_what_a_run_does_not_have_is_refused_with_what_it_has(run: Path) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from api.cli import main as cli
 from tests.api.cli.results.test_sweep_kills import events, folders, start, steps_made, until
 
 SETS = ("--set", "train.steps=10", "--set", "rollout.mock.time_scale=0.02")
@@ -120,3 +122,22 @@ def test_a_run_that_fails_is_noted_with_its_reason_and_the_others_go_on(tmp_path
     [failed, finished] = document(out)["runs"]
     assert (failed["state"], finished["state"]) == ("failed", "finished")
     assert "no judge" in failed["reason"]
+
+
+@pytest.mark.parametrize("place", [[], ["--out", "/proc/none"], ["--out", "sweep"]])
+def test_a_wrong_setting_is_told_before_the_folder_is_judged(
+    place: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    over = ["--over", "train.learning_rat=1,2"]
+    refused = CliRunner().invoke(cli.app, ["sweep", "mock", *over, *place])
+    assert refused.exit_code == 2
+    assert "did you mean 'learning_rate'?" in refused.output
+    assert "--out" not in refused.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_without_a_folder_is_refused() -> None:
+    refused = CliRunner().invoke(cli.app, ["sweep", "mock", "--over", "seed=0,1"])
+    assert refused.exit_code == 2
+    assert "--out: is missing" in refused.output

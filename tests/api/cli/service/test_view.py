@@ -190,7 +190,7 @@ def test_why_says_of_an_ended_run_what_its_rewards_show(
     asyncdock("run", tmp_path / "equal.toml", "--out", folder, "--plain")
     first, note, *_ = asyncdock("why", folder).splitlines()
     assert first == "nothing: the run has ended"
-    assert note.startswith("Every reward was 0, in all 2 steps: there was nothing to learn from.")
+    assert note.startswith("Every reward was 0, in all 2 steps: there was nothing to learn from")
     waiting = json.loads(asyncdock("why", folder, "--json"))
     assert waiting["state"] == "finished"
     assert waiting["findings"][0] == note
@@ -199,7 +199,10 @@ def test_why_says_of_an_ended_run_what_its_rewards_show(
 def test_what_would_change_a_run_is_refused(runs: Path) -> None:
     run = runs / "a run ä"
     for words in (("pause",), ("checkpoint",), ("stop",)):
-        assert "none is alive in" in asyncdock("runs", *words, run, code=FAILED)
+        refused = asyncdock("runs", *words, run, code=FAILED)
+        assert "none is alive in" in refused
+        assert ": it finished at 20" in refused
+        assert f"`asyncdock resume {run} --set train.steps=…` makes more steps" in refused
     assert (run / "recipe.json").exists()
 
 
