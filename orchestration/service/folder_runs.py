@@ -16,6 +16,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -226,8 +227,7 @@ def _live(run: str, folder: Path) -> RunRecord:
     record = _begun(run, folder)
     with contextlib.suppress(OSError):
         started = (folder / WHERE).stat().st_mtime
-        former = _totals(folder, until=started)
-        return replace(record, started=started, former_seconds=former.elapsed)
+        return replace(record, started=started, former_seconds=_seconds_before(folder, started))
     return record
 
 
@@ -254,6 +254,13 @@ def _ended(run: str, folder: Path) -> RunRecord:
         ended=ended,
         former_seconds=summary.get("seconds", ended - started) - (ended - started),
     )
+
+
+@lru_cache(maxsize=1024)
+def _seconds_before(folder: Path, until: float) -> float:
+    """Return how long the run has run before the Unix time ``until``. Its events before that do not
+    change, and may be many."""
+    return _totals(folder, until).elapsed
 
 
 def _totals(folder: Path, until: float = math.inf) -> RunTotals:
