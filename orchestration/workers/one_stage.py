@@ -54,13 +54,13 @@ class ReferenceJob(Job):
             )
             return
         if recipe.model.reference_every:
-            self.control(self._moving_reference())
+            self.control(self._moving_reference(declared))
             return
         engine = await asyncio.to_thread(reference_engine, recipe)
         self.resources.callback(engine.close)
         self.control(Reference(engine, declared))
 
-    def _moving_reference(self) -> MovingReference:
+    def _moving_reference(self, declared: StageDeclaration) -> MovingReference:
         from orchestration.checkpoints.references import References
         from stages.inference.moving import MovingReference
 
@@ -68,7 +68,7 @@ class ReferenceJob(Job):
         references = References(self.paths.out, model.reference_every, model.reference_mix)
         stage = MovingReference(
             lambda version: reference_engine(self.recipe, references.path(version)),
-            self.dock.schema,
+            declared,
             model.reference_every,
         )
         self.resources.callback(stage.close)

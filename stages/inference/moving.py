@@ -1,19 +1,20 @@
-"""Logprobs under a reference that becomes the policy every k steps."""
+"""Scores by a reference that becomes the policy every k steps."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 
 import torch
 from tensordict import TensorDict
 
-from pipeline.data.columns import Schema
 from pipeline.index.client import Claim
 from pipeline.worker.controller import Stage
 from pipeline.worker.outputs import Output, Written
 from stages.engines.protocols import TrainEngine
-from stages.flow.catalogue import scored_columns
+from stages.flow.declarations import StageDeclaration
+from stages.inference.scores import scores
 from stages.training.ranks import train_batch
 
 
@@ -24,9 +25,12 @@ class MovingReference(Stage):
 
     name = "reference"
 
-    def __init__(self, make: Callable[[int], TrainEngine], schema: Schema, every: int) -> None:
+    def __init__(
+        self, make: Callable[[int], TrainEngine], declared: StageDeclaration, every: int
+    ) -> None:
         self._make = make
-        self.fetches = scored_columns(schema)
+        self.declared = declared
+        self.fetches = tuple(declared.needs)
         self.every = every
         self._version = -1  # of the reference that is held
         self._engine: TrainEngine | None = None
@@ -37,17 +41,22 @@ class MovingReference(Stage):
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         batch = train_batch(claim, rows)
         references = claim.oldest_version.astype(int) // self.every * self.every
-        logprobs: dict[int, torch.Tensor] = {}
+        columns = defaultdict[str, dict[int, torch.Tensor]](dict)  # rows by position
         for version in sorted({*references.tolist()}):
             engine = await asyncio.to_thread(self._engine_of, version)
             positions = (references == version).nonzero()[0].tolist()
-            scored = await asyncio.to_thread(engine.logprobs, _rows(batch, positions))
-            logprobs |= zip(positions, scored.unbind(), strict=True)
-        in_order = [logprobs[position] for position in range(len(claim))]
-        column = torch.nested.nested_tensor(in_order, layout=torch.jagged)
-        yield Written(
-            range(len(claim)), rows={"ref_logprobs": column}, tokens=int(claim.tokens.sum())
-        )
+            chosen = _rows(batch, positions)
+            for name, values in (
+                await asyncio.to_thread(scores, engine, chosen, self.declared)
+            ).items():
+                columns[name] |= zip(positions, values.unbind(), strict=True)
+        in_order = {
+            name: torch.nested.nested_tensor(
+                [of_rows[position] for position in range(len(claim))], layout=torch.jagged
+            )
+            for name, of_rows in columns.items()
+        }
+        yield Written(range(len(claim)), rows=in_order, tokens=int(claim.tokens.sum()))
 
     def _engine_of(self, version: int) -> TrainEngine:
         """Return the engine with the reference of ``version``; the other one is closed first."""

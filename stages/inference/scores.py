@@ -39,27 +39,32 @@ class Reference(Stage):
     name = "reference"
 
     def __init__(self, engine: TrainEngine, declared: StageDeclaration) -> None:
+        if teacher_tokens(declared):
+            teacher(engine)
         self.engine = engine
-        self.makes = declared.makes
+        self.declared = declared
         self.fetches = tuple(declared.needs)
-        self._top_k = teacher_tokens(declared)
-        self._teacher = teacher(engine) if self._top_k else None
 
     def room(self, held: int) -> int:
         return 0 if held else 1
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        columns = await asyncio.to_thread(self._columns, train_batch(claim, rows))
+        batch = train_batch(claim, rows)
+        columns = await asyncio.to_thread(scores, self.engine, batch, self.declared)
         yield Written(range(len(claim)), rows=columns, tokens=int(claim.tokens.sum()))
 
-    def _columns(self, batch: TensorDict) -> dict[str, torch.Tensor]:
-        columns = {}
-        if self._teacher is not None:
-            top = self._teacher.top_logprobs(seen_by_teacher(batch), self._top_k)
-            columns[TEACHER_LOGPROBS], columns[TEACHER_IDS] = top
-        if REFERENCE.keys() <= self.makes.keys():
-            columns["ref_logprobs"] = self.engine.logprobs(batch)
-        return columns
+
+def scores(
+    engine: TrainEngine, batch: TensorDict, declared: StageDeclaration
+) -> dict[str, torch.Tensor]:
+    """Return what the stage ``declared`` makes of ``batch``, each a nested tensor [B, j, …]."""
+    columns = {}
+    if top_k := teacher_tokens(declared):
+        top = teacher(engine).top_logprobs(seen_by_teacher(batch), top_k)
+        columns[TEACHER_LOGPROBS], columns[TEACHER_IDS] = top
+    if REFERENCE.keys() <= declared.makes.keys():
+        columns["ref_logprobs"] = engine.logprobs(batch)
+    return columns
 
 
 def teacher(engine: TrainEngine) -> TeacherEngine:

@@ -37,7 +37,8 @@ class SelfDistillation(GKD):
     teacher: Literal["frozen", "current"] = Field(
         default="frozen",
         description="`frozen`: the policy as the run begins, or `model.reference`, as a stage "
-        "beside training. `current`: the policy before the step, in training, without a gradient.",
+        "beside training; with `model.reference_every = 1` and a `model.reference_mix` of 0.01, "
+        "say, the policy's moving average. `current`: the policy before the step, in training, without a gradient.",
     )
     template: str = Field(
         default="{prompt}\n\nHere is a reference solution to this problem:\n{solution}\n\n"
@@ -123,8 +124,9 @@ class SDPO(SelfDistillation):
     the one that it judges, whose reward is at least ``success_reward``. Responses without such a
     one are not trained; a group without any is dropped.
 
-    Of the paper's teachers this is the current policy; it has no moving average. It compares the
-    teacher's most probable tokens, where the paper takes the student's.
+    The teacher is the current policy. The paper's moving average is ``teacher = "frozen"`` with
+    ``model.reference_every`` and ``model.reference_mix``. The teacher's most probable tokens are
+    compared, where the paper takes the student's.
     """
 
     name: ClassVar[str] = "sdpo"

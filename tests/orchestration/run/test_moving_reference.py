@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 
 from orchestration.checkpoints.references import FOLDER
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
@@ -33,6 +34,17 @@ MOVING: dict[str, Any] = {
 }
 
 
+# Its teacher is the reference.
+SDPO: dict[str, Any] = {
+    "algorithm__name": "sdpo",
+    "algorithm__options": {
+        "teacher": "frozen",
+        "template": "{prompt}",  # the teacher sees no more than the policy
+        "success_reward": 0.0,
+    },
+}
+
+
 def model_at(folder: Path, version: int) -> dict[str, Any]:
     return load_file(folder / "checkpoints" / f"step-{version:08d}/model/model.safetensors")
 
@@ -41,20 +53,28 @@ def reference_at(folder: Path, version: int) -> dict[str, Any]:
     return load_file(folder / FOLDER / f"step-{version:08d}/model.safetensors")
 
 
-async def test_the_reference_is_the_policy_of_every_second_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "distance"), [({}, "kl_reference"), (SDPO, "divergence")], ids=["grpo", "sdpo"]
+)
+async def test_the_reference_is_the_policy_of_every_second_step(
+    algorithm: dict[str, Any], distance: str, tmp_path: Path
+) -> None:
     """In a synchronous run the policy equals its reference in the step after: there the KL is 0."""
-    of = recipe(TINY, **MOVING)
+    of = recipe(TINY, **{**MOVING, **algorithm})
     watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
-    divergence = [abs(step["kl_reference"]) for step in watched.of("step")]
-    assert max(divergence[0::2]) < 1e-9 < min(divergence[1::2]), divergence
+    divergence = [abs(step[distance]) for step in watched.of("step")]
+    assert max(divergence[0::2]) < 1e-7 < min(divergence[1::2]), divergence
     for version in (2, 4, 6):
         policy = model_at(tmp_path / "run", version)
         assert_equal(reference_at(tmp_path / "run", version), policy)
 
 
-async def test_a_mixed_reference_has_its_share_of_the_policy(tmp_path: Path) -> None:
-    of = recipe(TINY, **MOVING, model__reference_mix=0.25)
+@pytest.mark.parametrize("algorithm", [{}, SDPO], ids=["grpo", "sdpo"])
+async def test_a_mixed_reference_has_its_share_of_the_policy(
+    algorithm: dict[str, Any], tmp_path: Path
+) -> None:
+    of = recipe(TINY, **{**MOVING, **algorithm}, model__reference_mix=0.25)
     _, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     before = reference_at(tmp_path / "run", 0)
@@ -157,8 +177,8 @@ async def test_rows_of_one_group_go_by_their_own_versions() -> None:
 
     claim: Any = Rows()
     rows = make_batch([(3, (2, 1, 4))]).select("prompt_ids", "response_ids")
-    schema: Any = {}
-    stage = MovingReference(make, schema, every=2)
+    declared = flow_of(recipe(TINY, **MOVING))["reference"]
+    stage = MovingReference(make, declared, every=2)
     for _ in range(2):
         [written] = [output async for output in stage.process(claim, rows)]
         assert isinstance(written, Written)
