@@ -132,6 +132,15 @@ def rewards_are_there(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+@check("reward.workers", "algorithm", "stages", "external")
+def reward_workers_score(recipe: Recipe) -> Iterator[Problem]:
+    flow = value_or_none(lambda: flow_of(recipe))
+    runs = flow is None or ("reward" in flow and recipe.runs_stage("reward"))
+    if recipe.reward.workers > 1 and not runs:
+        reason = "share the rows of the stage 'reward', which this run does not execute"
+        yield problem(recipe, "reward.workers", reason, "set reward.workers = 1")
+
+
 @check("reward.functions", "external")
 def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
     from stages.rewards.registry import RewardFunctions, RewardUnknown, call_problem

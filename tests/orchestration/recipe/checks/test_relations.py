@@ -299,3 +299,18 @@ def test_a_structure_names_its_extra(minimal: Path, monkeypatch: pytest.MonkeyPa
         "rollout.structure.regex",
         "pip install 'asyncdock[structured]'",
     )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm.name=opsd", "algorithm.options.template='{prompt}'"),
+        ('external.stages=["reward"]',),
+    ],
+)
+def test_reward_workers_without_a_reward_stage_are_refused(
+    minimal: Path, overrides: tuple[str, ...]
+) -> None:
+    [blamed] = problems(minimal, "reward.workers=2", *overrides)
+    assert (blamed.key, blamed.fix) == ("reward.workers", "set reward.workers = 1")
+    load_recipe(minimal, ["reward.workers=2"])
