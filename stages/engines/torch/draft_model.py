@@ -37,11 +37,11 @@ class DraftModel:
         if not lacking:
             return
         count = shares.worth(MODEL, len(rows), self._cost * len(rows) / len(lacking))
-        count = min(count, *[rows[n].limit - len(rows[n].tokens) - 1 for n in lacking])
+        count = min(count, max(_room(rows[n]) for n in lacking))
         if count:
             drafted = self._drafted([rows[n] for n in lacking], count)
             for number, tokens in zip(lacking, drafted, strict=True):
-                drafts[number] = Draft(tokens, MODEL)
+                drafts[number] = Draft(tokens[: _room(rows[number])], MODEL)
 
     def clear(self) -> None:
         """Drop all keys and values."""
@@ -50,8 +50,7 @@ class DraftModel:
 
     def _takes(self, row: ResponseRow) -> bool:
         length = len(row.group.ids) + len(row.tokens) + MOST_DRAFTED
-        room = row.limit - len(row.tokens) - 1
-        return row.is_plain and room > 0 and length <= self._decoder.max_context
+        return row.is_plain and _room(row) > 0 and length <= self._decoder.max_context
 
     def _drafted(self, rows: Sequence[ResponseRow], count: int) -> list[list[int]]:
         """Return ``count`` tokens that may follow each of ``rows``."""
@@ -95,6 +94,11 @@ class DraftModel:
             if new:
                 decoder.release(prompts[id(row.group)])
             self._rows.append(row)
+
+
+def _room(row: ResponseRow) -> int:
+    """Return how many tokens a draft of ``row`` may have: one more is made after it."""
+    return row.limit - len(row.tokens) - 1
 
 
 def cost_of(model: Any, target: Any) -> float:
