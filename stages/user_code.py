@@ -43,7 +43,8 @@ def find(
         if name not in entries.names:
             names = sorted({*built_in, *entries.names})
             close = difflib.get_close_matches(name, names, n=1)
-            fix = f"did you mean {close[0]!r}?" if close else f"use {form!r} or one of {names}"
+            guess = f"did you mean {close[0]!r}? Or " if close else ""
+            fix = f"{guess}use {form!r} or one of {names}"
             raise CodeUnusable(Problem(key, name, "is not known", fix))
         place = f"{entries[name].module}:{entries[name].attr}"
     return imported(place, key, name)

@@ -38,7 +38,8 @@ class SelfDistillation(GKD):
         default="frozen",
         description="`frozen`: the policy as the run begins, or `model.reference`, as a stage "
         "beside training; with `model.reference_every = 1` and a `model.reference_mix` of 0.01, "
-        "say, the policy's moving average. `current`: the policy before the step, in training, without a gradient.",
+        "say, the policy's moving average. `current`: the policy before the step, in training, "
+        "without a gradient.",
     )
     template: str = Field(
         default="{prompt}\n\nHere is a reference solution to this problem:\n{solution}\n\n"
