@@ -103,6 +103,15 @@ def test_following_shows_how_far_it_is(folder: Path, capsys: pytest.CaptureFixtu
     assert "this client is closed" in repr(run)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts a job in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_the_run_going(long: Run) -> None:
     ended = threading.Event()
 
