@@ -218,7 +218,7 @@ class SamplePage(BaseModel):
     next: str
     looked: int = Field(0, description="Samples that were looked at for this page.")
     steps: tuple[int, int] | None = Field(None, description="Oldest and newest step of these.")
-    kept: tuple[int, int] | None = Field(
+    kept_steps: tuple[int, int] | None = Field(
         None,
         description="Where the run has none of the `step`: the oldest and the newest step of which "
         "it has samples.",

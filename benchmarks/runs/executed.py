@@ -66,6 +66,6 @@ def raylets(number: int, cpus: int, **head: Any) -> Iterator[Any]:
 
 
 def on_ray(address: str) -> dict[str, str]:
-    """Returns the section `launch` of a recipe whose workers are placed on the cluster at
+    """Returns a recipe's section `launch`, by which its workers are placed on the cluster at
     ``address``."""
     return {"launcher": "ray", "address": address}

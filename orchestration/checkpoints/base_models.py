@@ -17,11 +17,11 @@ from typing import Any
 import structlog
 
 from orchestration.disk import replacing
+from orchestration.recipe.model_files import MODEL_KEYS
 from orchestration.recipe.schema import Recipe
 from orchestration.state.lock import RunError
 from stages.model.manifest import FileDigest, digest_of, digests_of, files_below
 
-KEYS = ("model.source", "model.reference", "critic.source", "rollout.draft_model")
 FILE = "base-models.json"  # in the run's folder
 Files = Mapping[str, FileDigest]
 
@@ -71,7 +71,7 @@ def write(out: Path, known: Mapping[str, Files]) -> None:
 
 def sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield the keys of ``recipe`` that name a folder with a base model, and these folders."""
-    for key in KEYS:
+    for key in MODEL_KEYS:
         section, name = key.split(".")
         source = getattr(getattr(recipe, section), name)
         if source and Path(source).is_absolute():

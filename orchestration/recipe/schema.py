@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr
 
-from orchestration.recipe.model_files import KNOWN_MODELS
+from orchestration.recipe.model_files import KNOWN_MODELS, MODEL_KEYS
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.sections import (
     AlgorithmSection,
@@ -227,10 +227,7 @@ class Recipe(Section):
     @property
     def has_model_folders(self) -> bool:
         """Whether a key names a folder with a base model."""
-        sources = (
-            *(self.model.source, self.model.reference, self.critic.source),
-            self.rollout.draft_model,
-        )
+        sources = (attrgetter(key)(self) for key in MODEL_KEYS)
         return any(source and source not in KNOWN_MODELS for source in sources)
 
     @property

@@ -270,9 +270,9 @@ class _RewardProcess(UserProcess):
     async def call(
         self, request: dict[str, Any], timeout: float, watch: Stopwatch
     ) -> dict[str, Any]:
-        """Send ``request``, and return its answer, whose seconds the ``watch`` gets. Where none
-        comes, the function has run since then, for ``timeout`` at most. Raises CallFailed when the
-        process ends before."""
+        """Send ``request``, and return its answer. ``watch`` gets the seconds of the function: those
+        in the answer, or without an answer the time since the request, at most ``timeout``. Raises
+        CallFailed when the process ends before."""
         began = time.monotonic()
         seconds: float | None = None
         try:

@@ -226,7 +226,7 @@ def _record(recipe: Recipe, path: Path, start: Checkpoint | None) -> None:
     if (path / RECIPE).exists():
         from orchestration.run.changes import note_change
 
-        with contextlib.suppress(ValueError):  # what is there is damaged, and is written anew
+        with contextlib.suppress(ValueError):  # a damaged recipe.json is written again below
             note_change(path, recipe, start.version if start else 0)
     write_private(path / RECIPE, recipe.to_json())
 

@@ -99,8 +99,8 @@ def _looked(pages: Sequence[SamplePage], count: int, *, is_ranked: bool) -> str:
     """Return how many samples are printed, of how many, and what was not looked at."""
     looked = sum(page.looked for page in pages)
     steps = [step for page in pages if page.steps for step in page.steps]
-    if not steps and pages and (kept := pages[0].kept):
-        return f"No samples of this step: there are those of {_steps_text(*kept)}."
+    if not steps and pages and (kept_steps := pages[0].kept_steps):
+        return f"No samples of this step: there are those of {_steps_text(*kept_steps)}."
     if not steps:
         return "No samples: the run has trained no step yet, or keeps none (pipeline.keep_samples)."
     fix = "name their --step" if is_ranked else "raise --limit"

@@ -33,7 +33,7 @@ from orchestration.recipe.loading.load import (
     parse_recipe,
     read_recipe,
 )
-from orchestration.recipe.model_files import KNOWN_MODELS
+from orchestration.recipe.model_files import KNOWN_MODELS, MODEL_KEYS
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import VllmSection
@@ -403,7 +403,6 @@ class _Submission:
         anything is there."""
         settings = self.settings
         refused_keys = {problem.key for problem in self.problems}
-        models = ("model.source", "model.reference", "critic.source", "rollout.draft_model")
         paths = dict(zip(self._of_sources("path"), self._of_sources("source"), strict=True))
         keys = list[str]()
         for key, _ in marked(Recipe, self.data, IsPath):
@@ -417,7 +416,7 @@ class _Submission:
             )
         # Values that are no paths.
         plain = {
-            **dict.fromkeys(models, KNOWN_MODELS),
+            **dict.fromkeys(MODEL_KEYS, KNOWN_MODELS),
             **dict.fromkeys(paths, settings.allow_datasets),
         }
         for key in keys:
@@ -447,7 +446,7 @@ class _Submission:
                 if roots
                 else f"{ASK.format('--root')}; without one no file is read"
             )
-            if key in models:
+            if key in MODEL_KEYS:
                 fix = f"{suggest(value, KNOWN_MODELS)}; or {fix}"
             self.refuse(key, value, "lies outside of what this server reads", fix, "refused")
 

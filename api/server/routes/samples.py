@@ -73,6 +73,6 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
         next=page.next,
         looked=page.looked,
         steps=page.steps,
-        kept=await asyncio.to_thread(kept_steps, folder) if has_none else None,
+        kept_steps=await asyncio.to_thread(kept_steps, folder) if has_none else None,
         dropped=dropped,
     )

@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """The folder of a run whose judge fails, and how many responses it did not score."""
+    """The folder of a run with a judge that fails, and the number of responses without a score."""
     folder = tmp_path_factory.mktemp("failing")
     functions = [{"name": f"{counted.__name__}:judge"}]
     changes = {"reward__functions": functions, "reward__retries": 0}
