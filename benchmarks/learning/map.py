@@ -8,7 +8,8 @@ task × learning rate × η × admission × correction × seed ─▶ Cell ─�
                                                              └ the same run as another cell: not run twice
 
 Each cell is a real run. Those that ``--json`` holds are not repeated, so that the map is made in
-pieces; ``--minutes`` begins no further run after so many. Corrections, by the policy that the ratio
+pieces; ``--minutes`` begins no further run after so many. ``--events FOLDER`` keeps what each run
+measured, which ``python -m benchmarks.robustness.guard --runs`` judges again. Corrections, by the policy that the ratio
 is clipped around and the weight of what is older than it (with one optimizer step a batch the ratio
 to the recomputed policy is 1, so nothing is clipped):
 
@@ -30,6 +31,7 @@ import argparse
 import asyncio
 import itertools
 import math
+import shutil
 import statistics
 import tempfile
 import time
@@ -44,9 +46,11 @@ from rich.table import Table
 
 from benchmarks import harness
 from benchmarks.learning.trials import Trial, markdown, read_trials, trial, write_trials
+from orchestration.history.events_file import METRICS
 from orchestration.logs import configure
 from orchestration.processes.pool import spawned_pool
 from orchestration.recipe.loading.load import load_recipe
+from orchestration.state.paths import RECIPE
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SHARED = (
@@ -117,6 +121,10 @@ class Cell:
         return self.label, self.staleness, self.seed
 
     @property
+    def folder(self) -> str:
+        return f"{self.label.replace('/', '-')}-eta-{self.staleness}-seed-{self.seed}"
+
+    @property
     def run(self) -> Cell:
         """The cell whose run is the one of this cell, but for rounding.
 
@@ -166,12 +174,19 @@ def runs(seeds: int) -> list[Cell]:
     return sorted(dict.fromkeys(cell.run for cell in cells(seeds)), key=lambda cell: cell.order)
 
 
-def execute(cell: Cell) -> Trial:
-    """Execute the run of a cell in this process. What the tables need is kept of it."""
+def execute(cell: Cell, events: Path | None) -> Trial:
+    """Execute the run of a cell in this process. What the tables need is kept of it, and its
+    recipe and its events in the folder ``events``."""
     configure()
     recipe = load_recipe(RECIPES / f"{cell.task.recipe}.toml", cell.overrides())
-    with tempfile.TemporaryDirectory(prefix="map-") as folder:
-        one = asyncio.run(trial(recipe, Path(folder) / "run"))
+    with tempfile.TemporaryDirectory(prefix="map-") as temporary:
+        run = Path(temporary) / "run"
+        one = asyncio.run(trial(recipe, run))
+        if events is not None:
+            kept = events / cell.folder
+            kept.mkdir(parents=True, exist_ok=True)
+            for name in (RECIPE, METRICS):
+                shutil.copyfile(run / name, kept / name)
     reward = [round(value, 4) for value in one.reward]
     return replace(one, recipe=cell.label, reward=reward, tokens=[], times=[], ledger={})
 
@@ -192,7 +207,7 @@ def measure(options: argparse.Namespace, trials: list[Trial]) -> None:
             while len(running) < options.at_once and time.monotonic() < end:
                 if (cell := next(todo, None)) is None:
                     break
-                running[pool.submit(execute, cell)] = cell
+                running[pool.submit(execute, cell, options.events)] = cell
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -365,6 +380,7 @@ def main() -> None:
         metavar="WORD",
         help="runs with all of these: a task, a rate, an admission, a correction, eta=8, seed=0",
     )
+    parser.add_argument("--events", type=Path, metavar="FOLDER", help="keeps those of each run")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     trials = read_trials(options.json) if options.json.exists() else []

@@ -41,6 +41,7 @@ from rich.table import Table
 from benchmarks import harness
 from orchestration.comparison.curves import estimate, t_quantile
 from orchestration.comparison.results import RunResult, read_run
+from orchestration.history.events_file import METRICS, MetricsFile
 from orchestration.logs import configure
 from orchestration.processes.pool import spawned_pool
 from orchestration.recipe.loading.load import read_recipe, shorten_warmup
@@ -111,8 +112,9 @@ async def trial(
 ) -> Trial:
     """Run the recipe once, to its end or until its held-out scores are ``enough``.
 
-    After ``seconds`` it is stopped: this raises Unfinished, and the next call with the same folder
-    resumes it. Raises RuntimeError when the run cannot finish.
+    Its events are written to ``metrics.jsonl`` in ``folder``. After ``seconds`` it is stopped: this
+    raises Unfinished, and the next call with the same folder resumes it. Raises RuntimeError when
+    the run cannot finish.
     """
     parts = folder.parent / f"{folder.name}.json"
     stop = asyncio.Event()
@@ -132,12 +134,14 @@ async def trial(
 
     async def follow() -> None:
         nonlocal began
-        async for event in run.events():
-            if event.kind == "step" and began is None:
-                began = event.time - event.data["seconds"] - before
-            events.append((event.time - (began or event.time), event.kind, dict(event.data)))
-            if event.kind == "evaluation" and enough(scores()):
-                stop.set()
+        with MetricsFile(folder / METRICS) as file:
+            async for event in run.events():
+                file.event(event)
+                if event.kind == "step" and began is None:
+                    began = event.time - event.data["seconds"] - before
+                events.append((event.time - (began or event.time), event.kind, dict(event.data)))
+                if event.kind == "evaluation" and enough(scores()):
+                    stop.set()
 
     def scores() -> dict[int, float]:
         return {
