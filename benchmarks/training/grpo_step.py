@@ -260,9 +260,9 @@ def profiled(ours: OurSide) -> dict[str, dict[str, float]]:
     those that they call."""
 
     def labelled(name: str, call: Any) -> Any:
-        def inside(*args: Any) -> Any:
+        def inside(*args: Any, **options: Any) -> Any:
             with torch.profiler.record_function(f"part: {name}"):
-                return call(*args)
+                return call(*args, **options)
 
         return inside
 
