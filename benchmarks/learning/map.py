@@ -20,9 +20,10 @@ to the recomputed policy is 1, so nothing is clipped):
     decoupled     the recomputed policy; the whole weight (AReaL)
     interpolated  between both by staleness (A-3PO); weight at most 2
 
-A run has **collapsed** at the first step at which the mean reward of five steps is below the half
-of what it had gained: of its highest mean of five before, above that of the first five, where this
-is at least 0.4. With less the reward of these tasks goes up and down with η = 0, too.
+A run has **collapsed** at the first step at which the mean reward of ten steps is below the half of
+what it had gained: of its highest mean of ten before, above that of the first ten, where this is at
+least 0.4. With less, or in means of five, the reward of these tasks goes up and down with η = 0,
+too.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ SHARED = (
     "pipeline.arena=256MiB",
 )
 LAST = 10  # steps at the end, whose mean reward is the score
-WINDOW = 5  # steps of a mean in which a collapse is sought
+WINDOW = 10  # steps of a mean in which a collapse is sought
 LEAST_GAIN = 0.4  # that can collapse
 PER_PROCESS = 50  # runs, after which a process of the pool is replaced
 

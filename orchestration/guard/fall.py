@@ -1,21 +1,30 @@
 """The judgement of the mean reward: whether what had been gained is being lost.
 
-    StepEvent.reward_mean ──▶ means of five steps ──▶ the newest beside the highest, by noise and gain ──▶ a judgement
+    StepEvent.reward_mean ──▶ mean of the last 5 and 10 steps ──▶ beside the highest of 10, by noise and gain ──▶ a judgement
 
-Noise is taken from the changes from step to step, which a trend hardly moves. At first the reward
-has nothing to lose: a gain is one that exceeds the noise of a mean by twice what a fall does.
+Noise is taken from the changes from step to step, which a trend hardly moves. A sudden fall is
+clear in a mean of 5 steps first. Where the rewards of steps differ much, as with few prompts a
+step, it is clear in a mean of 10 only.
+
+The longer a run, the higher its highest mean by chance alone, and the lower its lowest: of n
+independent ones the highest is above their level by √(2 ln n) standard errors. So much is taken off
+the highest mean, and a fall has to exceed chance in as many comparisons as were made.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import deque
 
 from orchestration.guard.rules import COMPARED_STEPS, REWARD_FALL, WARM_UP, Judgement, Rule
 
-AVERAGED = 5  # steps of a mean
-ERRORS = 0.55  # standard errors of a mean, for each deviation of the sensitivity
+HIGHEST = 10  # steps of the means of which the highest is kept
+AVERAGED = (5, 10)  # steps of the means that are compared with it
+NOISE_STEPS = 4 * COMPARED_STEPS  # whose changes the noise is taken from
+ERRORS = 0.3  # standard errors, for each deviation of the sensitivity
+GAINED = 1.5  # times as clear as a fall a gain has to be
 LOST = 1 / 3  # of the gain, that is a fall; an alarm lasts until half of it is made up for
 FALL = Rule(
     REWARD_FALL,
@@ -31,37 +40,53 @@ class FallJudge:
 
     def __init__(self, sensitivity: float) -> None:
         self._errors = ERRORS * sensitivity
-        self._rewards = deque[float](maxlen=COMPARED_STEPS)
+        self._rewards = deque[float](maxlen=NOISE_STEPS)
+        self._steps = 0
         self._first: float | None = None
-        self._highest: float | None = None
+        self._highest = -math.inf
         self._fell = False
 
     def of_reward(self, step: int, reward: float) -> Judgement | None:
         """Judge the ``reward`` of ``step``; None: too little is known."""
         self._rewards.append(reward)
-        if len(self._rewards) < AVERAGED:
+        self._steps += 1
+        if self._steps < max(HIGHEST, WARM_UP + 1):
             return None
-        mean = statistics.fmean(list(self._rewards)[-AVERAGED:])
+        mean = self._mean(HIGHEST)
         first = self._first = mean if self._first is None else self._first
-        highest = self._highest = mean if self._highest is None else max(self._highest, mean)
-        if len(self._rewards) <= WARM_UP:
-            return None
+        self._highest = max(self._highest, mean)
+        noise = self._noise()
+        chance = 2 * math.log(self._steps / HIGHEST)
+        highest = self._highest - noise * math.sqrt(chance / HIGHEST)
         gain = highest - first
-        fall = highest - mean
-        least = self._errors * self._error()
+        has_gained = gain > GAINED * self._errors * noise * math.sqrt(2 / HIGHEST)
         share = LOST / 2 if self._fell else LOST
-        is_clear = self._fell or (gain > 2 * least and fall > least)
-        self._fell = is_clear and fall > share * gain
+        # an alarm that lasts needs no second proof
+        falls = [
+            (steps, mean)
+            for steps in AVERAGED
+            if highest - (mean := self._mean(steps)) > share * gain
+            and (self._fell or (has_gained and highest - mean > self._least(steps, noise)))
+        ]
+        self._fell = bool(falls)
+        steps, mean = falls[0] if falls else (HIGHEST, mean)
         reason = (
-            f"the mean of {AVERAGED} steps is {mean:.3g}, where it was {highest:.3g}, which is "
-            f"{fall / gain:.0%} of what had been gained"
-            if self._fell
+            f"the mean of {steps} steps is {mean:.3g}, where it was {highest:.3g}, which is "
+            f"{(highest - mean) / gain:.0%} of what had been gained"
+            if falls
             else ""
         )
         return self._fell, FALL, step, mean, highest, None, reason
 
-    def _error(self) -> float:
-        """The standard error of the difference of two means."""
+    def _mean(self, steps: int) -> float:
+        return statistics.fmean(itertools.islice(reversed(self._rewards), steps))
+
+    def _noise(self) -> float:
+        """Return the standard deviation of the reward of a step around its trend."""
         changes = [after - before for before, after in itertools.pairwise(self._rewards)]
-        variance = statistics.fmean(change**2 for change in changes) / 2
-        return (variance * 2 / AVERAGED) ** 0.5
+        return math.sqrt(statistics.fmean(change**2 for change in changes) / 2)
+
+    def _least(self, steps: int, noise: float) -> float:
+        """Return how far a mean of ``steps`` steps is below the highest one by more than chance."""
+        errors = math.sqrt(self._errors**2 + 2 * math.log(self._steps / steps))
+        return errors * noise * math.sqrt(1 / HIGHEST + 1 / steps)

@@ -87,13 +87,33 @@ def test_runs_that_learn_have_none(name: str) -> None:
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(0, 10**6), st.sampled_from([0.005, 0.02, 0.05]))
+@given(st.integers(0, 10**6), st.sampled_from([0.005, 0.02, 0.05, 0.15]))
 def test_noise_is_no_fall(seed: int, noise: float) -> None:
     draw = random.Random(seed)
     flat = [draw.gauss(0.4, noise) for _ in range(100)]
     rising = [draw.gauss(0.1 + 0.6 * min(1, step / 50), noise) for step in range(100)]
     assert alarms(flat) == []
     assert alarms(rising) == []
+
+
+def test_the_noise_of_a_long_run_is_no_fall() -> None:
+    """The highest of a thousand noisy means is far above their level by chance alone."""
+    alarmed = 0
+    for seed in range(20):
+        draw = random.Random(seed)
+        levels = (0.1 + 0.6 * min(1, step / 50) for step in range(1000))
+        alarmed += bool(alarms([draw.gauss(level, 0.15) for level in levels]))
+    assert alarmed <= 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_fall_in_large_noise_is_clear_in_a_longer_mean(seed: int) -> None:
+    """Single steps differ by as much as the fall, so that a mean of five says nothing."""
+    draw = random.Random(seed)
+    rise = [0.1 + 0.7 * min(1, step / 40) for step in range(60)]
+    found = alarms([level + draw.gauss(0, 0.13) for level in [*rise, *[0.25] * 24]])
+    assert len(found) == 1
+    assert len(rise) < found[0] <= len(rise) + 16
 
 
 def test_a_fall_is_one_alarm_until_half_of_it_is_made_up_for() -> None:
