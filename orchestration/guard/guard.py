@@ -233,7 +233,9 @@ class Guard:
             if (value := values.get(rule.metric)) is None or rule.metric in self.options.constants:
                 continue
             window = self._window(key or rule.metric)
-            newest = [*window.values, value][-rule.steps :]
+            before = list(window.values)[1 - rule.steps :] if rule.steps > 1 else []
+            newest = [*map(math.exp, before)] if rule.log else before
+            newest.append(value)
             if len(newest) == rule.steps:
                 yield from self._trend(step, statistics.median(newest), rule, window)
             if value > 0 or not rule.log:

@@ -37,7 +37,7 @@ class Rule:
 
     ``way``: the direction that is bad. ``log``: compare logarithms. ``beyond``: values that are not
     past it are never alarms. ``limit``: past it a value always is one. ``steps``: the median of so
-    many values is judged, where single ones far off are usual (not with ``log``).
+    many values is judged, where single ones far off are usual, as in shares of a few hundred tokens.
     """
 
     metric: str
@@ -110,6 +110,7 @@ TRENDS = (
         "look at grad_norm, the gap, the last checkpoint.",
         way="both",
         floor=0.15,
+        steps=3,
     ),
     Rule(
         "ess",
@@ -125,6 +126,7 @@ TRENDS = (
         "The clip stops an unusual share of the tokens: the policy is far from the one that "
         "sampled them. Look at the gap by staleness, train.learning_rate, clip_low and clip_high.",
         floor=0.05,
+        steps=5,
     ),
     Rule(
         "mask_fraction",
@@ -132,6 +134,7 @@ TRENDS = (
         "weight_low, weight_high.",
         floor=0.05,
         limit=0.9,
+        steps=5,
     ),
     Rule(
         "kl_reference",
@@ -157,6 +160,7 @@ TRENDS = (
         "beside this one say.",
         floor=0.3,
         log=True,
+        steps=5,
     ),
     Rule(
         "probe_share",

@@ -81,12 +81,26 @@ def test_a_metric_that_goes_wrong_is_one_alarm_at_its_first_step(
     metric: str, wrong: dict[str, Any]
 ) -> None:
     (alarm,) = alarms(run(**wrong))
-    lasting = {"ess": 5}  # steps of which the median is judged
-    assert (alarm.metric, alarm.step) == (metric, 21 + lasting.get(metric, 1) // 2)
+    # steps of which the median is judged
+    judged = {rule.metric: rule.steps for rule in TRENDS}
+    assert (alarm.metric, alarm.step) == (metric, 21 + judged.get(metric, 1) // 2)
     assert alarm.reason.startswith(f"{words(metric)}: ")
     assert len(alarm.look) > 40
     assert alarm.value == next(iter(wrong.values()))
     assert alarms(run(**wrong), off=[metric]) == []
+
+
+@pytest.mark.parametrize(
+    "single",
+    [{"ess": 0.3}, {"clip_fraction": 0.7}, {"mask_fraction": 0.95}, {"grad_norm": 30.0}],
+)
+def test_a_single_step_far_off_is_no_alarm(single: dict[str, float]) -> None:
+    """A few tokens carry it, and the gradient is clipped."""
+    usual = {"mask_fraction": 0.02}
+    assert (
+        alarms(step(number, **(single if number % 10 == 9 else usual)) for number in range(40))
+        == []
+    )
 
 
 @settings(deadline=None, max_examples=20)
@@ -98,8 +112,7 @@ def test_an_ordinary_run_has_no_alarm(begin: int) -> None:
 def test_an_alarm_comes_again_only_after_the_metric_was_usual() -> None:
     pattern = [number in range(10, 15) or number in (20, 30, 31) for number in range(40)]
     found = alarms(
-        step(number, mask_fraction=0.95 if is_bad else 0.02)
-        for number, is_bad in enumerate(pattern)
+        step(number, kl_reference=9.0 if is_bad else 0.2) for number, is_bad in enumerate(pattern)
     )
     assert [alarm.step for alarm in found] == [11, 21, 31]
 

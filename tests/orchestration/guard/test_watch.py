@@ -20,6 +20,7 @@ from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from orchestration.state.documents import JUDGED
 from orchestration.supervise.watch import GuardFailed, GuardWatch
+from orchestration.words import words
 from orchestration.workers import rollout as builder
 from pipeline.data.events import AlarmEvent, Event, StepEvent, WorkerEvent
 from pipeline.index.client import Index
@@ -114,27 +115,27 @@ async def test_a_supervisor_that_follows_another_repeats_no_alarm_and_forgets_no
     index: Index,
 ) -> None:
     for number in range(12):
-        await index.emit(step(number, mask_fraction=0.95 if number == 11 else 0.02))
+        await index.emit(step(number, kl_reference=9.0 if number == 11 else 0.2))
     first = watch(index)
     await first.begin()
-    assert await alarms_in(index) == [("mask_fraction", 12)]
+    assert await alarms_in(index) == [("kl_reference", 12)]
     # The next one is killed between the alarm and the note of how far it has judged.
-    await index.emit(step(12, distinct_responses=1 / 64, mask_fraction=0.02))
+    await index.emit(step(12, distinct_responses=1 / 64, kl_reference=0.2))
     await index.emit(
         AlarmEvent(metric="distinct_responses", step=13, version=13, value=0.0, reason="", look="")
     )
     for _ in range(2):
         await watch(index).begin()
-    await index.emit(step(13, mask_fraction=0.95))
-    await index.emit(step(14, mask_fraction=0.02, entropy=0.1))
+    await index.emit(step(13, kl_reference=9.0))
+    await index.emit(step(14, kl_reference=0.2, response_length_mean=5.0))
     last = watch(index)
     await last.begin()
     found = await alarms_in(index)
     assert found == [
-        ("mask_fraction", 12),
+        ("kl_reference", 12),
         ("distinct_responses", 13),
-        ("mask_fraction", 14),  # step 13 was usual in between
-        ("entropy", 15),
+        ("kl_reference", 14),  # step 13 was usual in between
+        ("response_length_mean", 15),
     ]
 
 
@@ -205,7 +206,9 @@ async def test_a_resumed_run_goes_on_with_the_windows_of_its_steps(
     read."""
     sizes = list[int]()
     events = list[Event]()
-    steps = [step(number, entropy=0.1 if number < 5000 else 3.0) for number in range(6000)]
+    steps = [
+        step(number, response_length_mean=5.0 if number < 5000 else 99.0) for number in range(6000)
+    ]
     recorded(tmp_path / METRICS, steps)
     await index.emit(WorkerEvent(stage="rollout", worker="rollout-0", change="started"))
 
@@ -223,8 +226,8 @@ async def test_a_resumed_run_goes_on_with_the_windows_of_its_steps(
     assert sum(event.kind == "step" for event in events) < 5000
     assert windows(resumed.guard) == about(after(steps))
     assert await alarms_in(index) == []
-    await index.emit(step(6000, entropy=0.1))
-    with pytest.raises(GuardFailed, match="guard: step 6001: entropy"):
+    await index.emit(step(6000, response_length_mean=5.0))
+    with pytest.raises(GuardFailed, match=f"guard: step 6001: {words('response_length_mean')}"):
         await resumed.catch_up()
 
 
@@ -256,13 +259,15 @@ async def test_a_run_that_another_runner_takes_over_keeps_its_windows(
 async def test_a_run_that_was_rewound_forgets_the_steps_that_it_makes_again(
     index: Index, tmp_path: Path, in_file: str
 ) -> None:
-    steps = [step(number, entropy=3.0 if number < 20 else 0.5) for number in range(30)]
+    steps = [
+        step(number, response_length_mean=99.0 if number < 20 else 5.0) for number in range(30)
+    ]
     for data in steps:
         await index.emit(data)
     first = watch(index)
     await first.begin()
     (alarm,) = await alarms_in(index)
-    assert alarm == ("entropy", 21)
+    assert alarm == ("response_length_mean", 21)
     await index.emit(
         WorkerEvent(stage="runner", worker="runner-0", change="rewound", version=20, reason="lost")
     )
@@ -273,7 +278,7 @@ async def test_a_run_that_was_rewound_forgets_the_steps_that_it_makes_again(
     rewound = watch(index, "warn", None if in_file == "nothing" else tmp_path)
     await rewound.begin()
     assert windows(rewound.guard) == about(after(steps[:20]))
-    await index.emit(step(20, entropy=0.5))
+    await index.emit(step(20, response_length_mean=5.0))
     await rewound.catch_up()
     assert await alarms_in(index) == [alarm, alarm], "it is unusual again"
 
