@@ -224,22 +224,48 @@ class ProceduralPrompts:
         return {}
 
     def prompt(self, seq: int) -> Prompt:
+        """Return the prompt of ``seq``. Raises :class:`PromptError` where there is none."""
         formatter = self._formatter
         share = formatter.options.held_out
         task = formatter.options.task
-        for number in range(seq, seq + PROCEDURAL_ATTEMPTS * ATTEMPT_STRIDE, ATTEMPT_STRIDE):
+        for number in draws(seq):
             row = self._row(number)
             where = f"row {number} of {task}"
             if is_held_out(formatter.identity(row, where), self._seed, share) != self._held_out:
                 continue
             if (prompt := formatter.bounded(row, where, self.too_long)) is not None:
                 return prompt
-        raise PromptError(
-            f"{task} made no {'held-out' if self._held_out else 'training'} prompt for group {seq} "
-            f"in {PROCEDURAL_ATTEMPTS} draws",
-            f"change held_out = {share}, or give the task more different prompts, or raise the "
-            f"limit of {formatter.limits.tokens} tokens ({formatter.limits.why})",
+        limits = formatter.limits
+        raise no_draw(
+            *(formatter.options, "held-out" if self._held_out else "training", seq),
+            f", or raise the limit of {limits.tokens} tokens ({limits.why})",
         )
+
+
+def draws(seq: int) -> range:
+    """Return the numbers of the rows of which a ``seq`` takes the first one that is of its side."""
+    return range(seq, seq + PROCEDURAL_ATTEMPTS * ATTEMPT_STRIDE, ATTEMPT_STRIDE)
+
+
+def no_draw(options: PromptOptions, side: str, seq: int, fix: str = "") -> PromptError:
+    """Return the error of a ``seq`` without a prompt; ``fix``: what else mends it."""
+    return PromptError(
+        f"{options.task} made no {side} prompt for group {seq} in {PROCEDURAL_ATTEMPTS} draws",
+        f"change held_out = {options.held_out}, or give the task more different prompts{fix}",
+    )
+
+
+def holds_nothing_out(options: PromptOptions, seed: int, *, by_row: bool) -> PromptError | None:
+    """Return the error of a task none of whose prompts (``by_row``: rows) is held out; None where
+    one is, or where the rows are a table. Raises :class:`PromptError`."""
+    rows = open_rows(options, seed)
+    if not callable(rows):
+        return None
+    made = map(rows, draws(0))
+    identities = (row if by_row else row[options.column] for row in made)
+    if any(is_held_out(identity, seed, options.held_out) for identity in identities):
+        return None
+    return no_draw(options, "held-out", 0)
 
 
 def places_of(weights: Sequence[float]) -> list[int]:

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -270,6 +271,21 @@ def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Pr
             for found in fault.problems:
                 yield replace(found, key=found.key.replace("prompts", key, 1))
         environment.prompts[key] = check
+
+
+@machine_check("prompts", "environment.use", "evaluate.every", after=(prompts_can_be_read,))
+def tasks_make_held_out_prompts(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    """A task with few different prompts may have none in the share that evaluations ask."""
+    from stages.prompts.sources import holds_nothing_out
+
+    for key, check in environment.prompts.items():
+        part = check.options
+        if part.source in ("builtin", "reasoning_gym") and part.held_out and recipe.evaluate.every:
+            by_row = recipe.has_environment
+            read = partial(holds_nothing_out, part, recipe.seed, by_row=by_row)
+            if wanting := value_or_none(read):
+                [found] = wanting.problems
+                yield Problem(f"{key}.held_out", part.held_out, found.wrong, found.fix)
 
 
 @machine_check("reward.functions", "external", "stages", after=(prompts_can_be_read,))

@@ -28,8 +28,10 @@ from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
 from stages import device_names
 from stages.model.load import tiny_tokenizer
-from stages.prompts.rows.files import Reading
+from stages.prompts.rows.files import PromptError, Reading
+from stages.prompts.sources import load_prompts
 from tests.orchestration.runs import MOCK, TINY
+from tests.sources import ROOT
 
 
 def of(base: dict[str, Any] = TINY, **sections: Any) -> dict[str, Any]:
@@ -665,3 +667,46 @@ def test_check_says_which_files_and_rows_are_taken_and_what_becomes_of_their_val
     assert messages({**data, "prompts": {**prompts, "split": "dev"}}) == {
         "prompts.split": f"is not in {tmp_path}; use one of ['test', 'train']"
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "is_refused"),
+    [
+        *[("maze", share, share < 0.2) for share in (0.05, 0.1, 0.3, 0.5)],
+        *[("modular-sum", 0.001, True), ("modular-sum", 0.3, False), ("tiny", 0.1, False)],
+    ],
+)
+def test_a_share_without_a_prompt_is_refused_before_the_run_that_would_end_of_it(
+    name: str, share: float, is_refused: bool
+) -> None:
+    """What the run asks of the same sources says whether that is right."""
+    path = ROOT / "recipes" / f"{name}.toml"
+    overrides = [f"prompts.held_out={share}", "evaluate.every=20"]
+    found = []
+    try:
+        load_recipe(path, overrides)
+    except RecipeError as error:
+        found = error.problems
+    assert [problem.key for problem in found] == ["prompts.held_out"] * is_refused
+    sound = load_recipe(path, [*overrides, "evaluate.every=0"])
+    opens = Opens() if sound.has_environment else None
+    held_out = load_prompts(sound.prompts, tiny_tokenizer(), sound.seed, opens=opens).held_out
+    assert held_out is not None
+    if is_refused:
+        with pytest.raises(PromptError, match="made no held-out prompt") as refused:
+            held_out.prompt(0)
+        assert found[0].wrong in str(refused.value)
+    else:
+        held_out.prompt(0)
+
+
+class Opens:
+    """Writes the conversation of a trajectory as its messages' texts."""
+
+    def prompt(self, messages: Any, row: Any, where: str) -> str:
+        return "".join(message["content"] for message in messages)
+
+
+def test_what_is_never_evaluated_may_hold_nothing_out() -> None:
+    sets = ["prompts.held_out=0.1", "evaluate.every=0"]
+    assert load_recipe(ROOT / "recipes" / "maze.toml", sets).prompts.held_out == 0.1
