@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from pipeline.data.columns import Packed
 from stages.algorithms.named import AlgorithmLike
+from stages.engines.torch.model.layers import use_plain_words
 from stages.engines.torch.model.logits import values_of
 from stages.engines.torch.model.packed_model import Outputs, PackedModel
 from stages.engines.torch.model.packing import PackedBatch
@@ -45,7 +46,7 @@ class TorchCriticEngine(TorchTrainEngine):
         if output.weight is not model.get_input_embeddings().weight:
             output.requires_grad_(False)
         super().__init__(model, value_head=True, **options)
-        model.get_input_embeddings().sparse = False  # type: ignore[assignment]  # no head adds a dense gradient to theirs
+        use_plain_words(model)
         if head is not None:
             with torch.no_grad():
                 for name, value in load_file(head).items():

@@ -11,6 +11,7 @@ before. On accelerators: RMS norms and SwiGLU by the fused functions that are in
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -34,7 +35,10 @@ def use_fast_layers(model: Any, device: torch.device) -> None:
         and isinstance(words, nn.Embedding)
         and words.weight is getattr(head, "weight", None)
     ):
-        words.sparse = True
+        if type(words) is nn.Embedding:
+            words.forward = TiedWords(words)  # type: ignore[method-assign]
+        else:  # it computes something else too, as Gemma's
+            words.sparse = True
     for module in model.modules():
         if "forward" in vars(module):  # replaced before
             continue
@@ -42,6 +46,14 @@ def use_fast_layers(model: Any, device: torch.device) -> None:
             module.forward = partial(_adapted_of, module, module.forward)  # type: ignore[method-assign]
         elif type(module) is nn.Linear:
             module.forward = partial(_linear_of, module)  # type: ignore[method-assign]
+
+
+def use_plain_words(model: Any) -> None:
+    """Compute the embeddings of ``model`` as their module does: no output layer of the same weight
+    is in its graph."""
+    words = model.get_input_embeddings()
+    words.sparse = False
+    vars(words).pop("forward", None)
 
 
 @torch.no_grad()
@@ -177,6 +189,65 @@ def _in_float32_on_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.numel() > 0
         and torch.backends.mkldnn.is_available()
     )
+
+
+class TiedWords:
+    """The forward of the embeddings ``words``, whose weight is the output layer's too.
+
+    The gradient of the words that were fed is added to that of the output layer where it is kept,
+    when this has come. Autograd would copy the whole gradient to add a sparse one to it. Raises
+    RuntimeError when no gradient of the output layer came in the backward before.
+    """
+
+    def __init__(self, words: nn.Embedding) -> None:
+        self._words = words
+        self._hooked: weakref.ref[torch.Tensor] | None = None
+        self._fed: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids [n], gradient [n, d]
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        if self._fed:
+            raise RuntimeError(
+                "the output layer gave no gradient, so that of the words that were fed is lost"
+            )
+        weight = self._words.weight
+        if type(weight) is not nn.Parameter or not weight.is_leaf:
+            return type(self._words).forward(self._words, input)
+        return _TiedWords.apply(weight, input, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def add(self, weight: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add ``gradient`` [..., d] of the words ``ids`` [...] to that of ``weight``, once this has
+        one of the present backward."""
+        if (padding := self._words.padding_idx) is not None:
+            gradient = gradient * (ids != padding)[..., None]
+        self._fed.append((ids.flatten(), gradient.flatten(0, -2)))
+        if self._hooked is None or self._hooked() is not weight:
+            weight.register_post_accumulate_grad_hook(self._add_fed)
+            self._hooked = weakref.ref(weight)
+
+    def _add_fed(self, weight: torch.Tensor) -> None:
+        if weight.grad is None and self._fed:  # the output layer is not in the graph
+            weight.grad = torch.zeros_like(weight)
+        for ids, gradient in self._fed:
+            weight.grad.index_add_(0, ids, gradient.to(weight.dtype))  # type: ignore[union-attr]
+        self._fed.clear()
+
+
+class _TiedWords(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, ids: torch.Tensor, words: TiedWords
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        ctx.words = words
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+        (ids,) = ctx.saved_tensors
+        ctx.words.add(ctx.weight, ids, gradient)
+        return None, None, None
 
 
 class _Linear(torch.autograd.Function):

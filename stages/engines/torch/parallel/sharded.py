@@ -37,6 +37,7 @@ from transformers import PreTrainedModel
 from stages import device as devices
 from stages.adapters.export import base_weights
 from stages.adapters.training import fill_adapters
+from stages.engines.torch.model.layers import use_plain_words
 from stages.engines.torch.model.packed_model import PackedModel
 from stages.engines.torch.model.packing import PackedBatch
 from stages.engines.torch.optimizers.weights import bound_gradients
@@ -176,8 +177,7 @@ class Sharded(Parallel):
         """Return the parameter that the first and the last pipeline stage have on two ranks."""
         if self._pipeline is None:
             return ""
-        words: Any = self.packed_model.model.get_input_embeddings()
-        words.sparse = False  # no head beside it adds a dense gradient
+        use_plain_words(self.packed_model.model)
         if self._pipeline.rank_of(self._pipeline.last) == self._pipeline.rank_of(0):
             return ""
         ties = getattr(self.packed_model.model, "_tied_weights_keys", None) or {}

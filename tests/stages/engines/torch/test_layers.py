@@ -20,6 +20,7 @@ from stages.engines.torch.model.layers import (
     use_fast_layers,
     use_fast_norms,
     use_fused_layers,
+    use_plain_words,
 )
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch
@@ -212,3 +213,46 @@ def test_gradients_of_embeddings_are_dense_and_those_of_float64(tied: bool) -> N
         assert found.grad is not None
         assert not found.grad.is_sparse
         torch.testing.assert_close(found.grad, expected.grad.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_padding_stays_zero() -> None:
+    torch.manual_seed(0)
+    model = Decoder(nn.Linear(4, 4))
+    model.words.padding_idx = 7
+    exact = copy.deepcopy(model).double()
+    use_fast_layers(model, CPU)
+    ids = torch.tensor([[3, 7, 7, 0]])
+    model(ids).square().sum().backward()
+    exact(ids).square().sum().backward()
+    for found, expected in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_embeddings_without_their_output_layer_have_the_gradient_of_their_module() -> None:
+    model = Decoder(nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    use_fast_layers(model, CPU)
+    ids = torch.tensor([[3, 7, 3]])
+    for each in (model, plain):
+        for _ in range(2):
+            each.words(ids).square().sum().backward()
+    assert model.words.weight.grad is not None
+    torch.testing.assert_close(model.words.weight.grad, plain.words.weight.grad)
+    use_plain_words(model)
+    assert model.words(ids).grad_fn.name() == plain.words(ids).grad_fn.name()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_copy_of_a_model_has_gradients_of_its_own(tied: bool) -> None:
+    torch.manual_seed(0)
+    model = Decoder(nn.Linear(4, 4))
+    if not tied:
+        model.head.weight = nn.Parameter(torch.randn(11, 4))
+    use_fast_layers(model, CPU)
+    ids = torch.tensor([[3, 7, 3]])
+    model(ids).square().sum().backward()
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    other(ids).square().sum().backward()
+    for found, expected in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
