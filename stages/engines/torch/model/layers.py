@@ -35,10 +35,10 @@ def use_fast_layers(model: Any, device: torch.device) -> None:
         and isinstance(words, nn.Embedding)
         and words.weight is getattr(head, "weight", None)
     ):
-        if type(words) is nn.Embedding:
+        words.sparse = True
+        # another module computes something else too, as Gemma's
+        if type(words) is nn.Embedding and words.weight.requires_grad:
             words.forward = TiedWords(words)  # type: ignore[method-assign]
-        else:  # it computes something else too, as Gemma's
-            words.sparse = True
     for module in model.modules():
         if "forward" in vars(module):  # replaced before
             continue
@@ -195,14 +195,17 @@ class TiedWords:
     """The forward of the embeddings ``words``, whose weight is the output layer's too.
 
     The gradient of the words that were fed is added to that of the output layer where it is kept,
-    when this has come. Autograd would copy the whole gradient to add a sparse one to it. Raises
+    when this has come. Autograd would copy the whole gradient to add a sparse one to it. Another
+    weight than the present one, as of a copy of the model, is computed by the module. Raises
     RuntimeError when no gradient of the output layer came in the backward before.
     """
 
     def __init__(self, words: nn.Embedding) -> None:
         self._words = words
-        self._hooked: weakref.ref[torch.Tensor] | None = None
+        self._weight = weakref.ref(words.weight)
         self._fed: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids [n], gradient [n, d]
+        # before the hooks of others, which may take the gradient away
+        words.weight.register_post_accumulate_grad_hook(self._add_fed)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if self._fed:
@@ -210,19 +213,16 @@ class TiedWords:
                 "the output layer gave no gradient, so that of the words that were fed is lost"
             )
         weight = self._words.weight
-        if type(weight) is not nn.Parameter or not weight.is_leaf:
+        if weight is not self._weight():
             return type(self._words).forward(self._words, input)
         return _TiedWords.apply(weight, input, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def add(self, weight: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add ``gradient`` [..., d] of the words ``ids`` [...] to that of ``weight``, once this has
-        one of the present backward."""
+    def feed(self, ids: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keep ``gradient`` [..., d] of the words ``ids`` [...] until that of the output layer has
+        come."""
         if (padding := self._words.padding_idx) is not None:
             gradient = gradient * (ids != padding)[..., None]
         self._fed.append((ids.flatten(), gradient.flatten(0, -2)))
-        if self._hooked is None or self._hooked() is not weight:
-            weight.register_post_accumulate_grad_hook(self._add_fed)
-            self._hooked = weakref.ref(weight)
 
     def _add_fed(self, weight: torch.Tensor) -> None:
         if weight.grad is None and self._fed:  # the output layer is not in the graph
@@ -238,7 +238,6 @@ class _TiedWords(torch.autograd.Function):
         ctx: Any, weight: torch.Tensor, ids: torch.Tensor, words: TiedWords
     ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.weight = weight
         ctx.words = words
         return nn.functional.embedding(ids, weight)
 
@@ -246,7 +245,7 @@ class _TiedWords(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
-        ctx.words.add(ctx.weight, ids, gradient)
+        ctx.words.feed(ids, gradient)
         return None, None, None
 
 

@@ -118,6 +118,16 @@ def test_micro_batches_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) 
     assert not any(copy.grad is not None for copy in engine.parallel.copies.values())
 
 
+def test_the_gradient_of_embeddings_that_are_the_output_layer_too_is_whole() -> None:
+    """Master weights take a gradient away when it has come: that of the words is in it by then."""
+    words = "model.embed_tokens.weight"
+    fast, plain = (
+        gradients_of_step(engine_of(kernels=kernels), make_batch(), algorithm())[0][words].float()
+        for kernels in ("auto", "plain")
+    )
+    assert (fast - plain).norm() / plain.norm() < 0.001
+
+
 def test_a_checkpoint_of_one_rank_resumes_on_two_and_back(tmp_path: Path) -> None:
     options = {"compute": torch.bfloat16}
     one = engine_of()
