@@ -9,9 +9,9 @@ task × learning rate × η × admission × correction × seed ─▶ Cell ─�
 
 Each cell is a real run. Those that ``--json`` holds are not repeated, so that the map is made in
 pieces; ``--minutes`` begins no further run after so many. ``--events FOLDER`` keeps what each run
-measured, which ``python -m benchmarks.robustness.guard --runs`` judges again. Corrections, by the policy that the ratio
-is clipped around and the weight of what is older than it (with one optimizer step a batch the ratio
-to the recomputed policy is 1, so nothing is clipped):
+measured, which ``python -m benchmarks.robustness.guard --runs`` judges again. Corrections, by the
+policy that the ratio is clipped around and the weight of what is older than it (with one optimizer
+step a batch the ratio to the recomputed policy is 1, so nothing is clipped):
 
     none          the recomputed policy, no weight at all
     clipped       the rollout policy: the clipped ratio is the weight (PPO)

@@ -4,10 +4,10 @@
 
 Noise is taken from the changes from step to step, which a trend hardly moves. A sudden fall is
 clear in a mean of 5 steps first. Where the rewards of steps differ much, as with few prompts a
-step, it is clear in a mean of 10 only.
+step, it is clear in a mean of 10 alone.
 
-The longer a run, the higher its highest mean by chance alone, and the lower its lowest: of n
-independent ones the highest is above their level by √(2 ln n) standard errors. So much is taken off
+The longer a run is, the higher is its highest mean by chance alone, and the lower its lowest: of n
+independent ones the highest is above their level by √(2 ln n) standard errors. This is taken off
 the highest mean, and a fall has to exceed chance in as many comparisons as were made.
 """
 

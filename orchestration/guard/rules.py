@@ -37,7 +37,8 @@ class Rule:
 
     ``way``: the direction that is bad. ``log``: compare logarithms. ``beyond``: values that are not
     past it are never alarms. ``limit``: past it a value always is one. ``steps``: the median of so
-    many values is judged, where single ones far off are usual, as in shares of a few hundred tokens.
+    many values is judged, where single ones far off are usual, as in shares of a few hundred
+    tokens.
     """
 
     metric: str

@@ -195,8 +195,8 @@ class TiedWords:
     """The forward of the embeddings ``words``, whose weight is the output layer's too.
 
     The gradient of the words that were fed is added to that of the output layer where it is kept,
-    when this has come. Autograd would copy the whole gradient to add a sparse one to it. Another
-    weight than the present one, as of a copy of the model, is computed by the module. Raises
+    when this has come. Autograd would copy the whole gradient to add a sparse one to it. A weight
+    that has taken the place of this one, as in a copy of the model, is left to the module. Raises
     RuntimeError when no gradient of the output layer came in the backward before.
     """
 
