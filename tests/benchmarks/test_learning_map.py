@@ -93,18 +93,19 @@ def collapsing(steps: int, to: float) -> list[float]:
 
 
 def test_a_run_has_collapsed_when_the_half_of_its_gain_is_lost() -> None:
-    # means of five: first 0.1, highest 0.9; it has collapsed below 0.5
+    # means of ten: first 0.225, highest 0.9; it has collapsed below 0.5625
     reward = collapsing(30, 0.4)
     step = learning_map.collapse(reward)
-    assert step == 35, "four values of five are 0.4, and one 0.9: a mean of 0.5, then one of 0.4"
-    assert statistics.fmean(reward[step - 5 : step]) < 0.5 <= statistics.fmean(reward[29:34])
-    assert learning_map.collapse(collapsing(30, 0.51)) is None
-    assert learning_map.collapse([0.1] * 5 + [0.25] * 5 + [0.1] * 5) is None, "gained too little"
-    assert learning_map.collapse([0.9] * 4) is None
+    assert step == 37, "seven values of ten are 0.4, and three 0.9: a mean of 0.55"
+    assert statistics.fmean(reward[step - 10 : step]) < 0.5625
+    assert statistics.fmean(reward[step - 11 : step - 1]) > 0.5625
+    assert learning_map.collapse(collapsing(30, 0.57)) is None
+    assert learning_map.collapse([0.1] * 10 + [0.25] * 10 + [0.1] * 10) is None, "gained too little"
+    assert learning_map.collapse([0.9] * 9) is None
 
 
 def test_the_guard_has_to_warn_before_the_collapse() -> None:
-    early = of(collapsing(30, 0.0), alarms=[(20, "ess"), (34, "entropy")])
+    early = of(collapsing(30, 0.0), alarms=[(20, "ess"), (39, "entropy")])
     late = of(collapsing(30, 0.0), alarms=[(39, "ess")])
     clean = of([0.9] * 30, alarms=[(3, "grad_norm"), (9, "grad_norm")])
     quiet = of([0.9] * 30)
