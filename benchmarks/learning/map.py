@@ -243,13 +243,14 @@ def line(one: Trial) -> str:
     )
 
 
-def collapse(reward: Sequence[float]) -> int | None:
-    """Return the step, from 1, at which a run has collapsed; None: it has not."""
+def collapse(reward: Sequence[float], least: float = LEAST_GAIN, lost: float = 0.5) -> int | None:
+    """Return the step, from 1, at which the share ``lost`` of a gain of ``least`` or more was lost;
+    None: it was not."""
     means = [statistics.fmean(reward[at : at + WINDOW]) for at in range(len(reward) - WINDOW + 1)]
     highest = means[0] if means else 0.0
     for at, mean in enumerate(means):
         gain = highest - means[0]
-        if gain >= LEAST_GAIN and mean < means[0] + gain / 2:
+        if gain >= least and mean < highest - lost * gain:
             return at + WINDOW
         highest = max(highest, mean)
     return None

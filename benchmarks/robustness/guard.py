@@ -1,6 +1,7 @@
 """The guard: alarms of clean runs, and of runs with a fault injected.
 
-    python -m benchmarks.robustness.guard [--clean] [--faults] [--runs FOLDER …] [--sensitivity 8] [--json FILE]
+    python -m benchmarks.robustness.guard [--clean] [--faults] [--sensitivity 8] [--json FILE]
+    python -m benchmarks.robustness.guard --runs FOLDER … [--sensitivity 8]
     python -m benchmarks.robustness.guard --rewards FILE … [--sensitivity 8]
 
     clean runs: tiny at η = 0 and 2, and with two functions, quickstart; 3 seeds each ─▶ alarms      none is right
@@ -8,8 +9,8 @@
 
 Without --clean and --faults both are made. ``--rewards``: judge the mean rewards of trials that
 benchmarks.learning has recorded: of those that lost half of what they had gained, how many had an
-alarm by then; of the others, how many had one. ``--runs``: judge the event files of runs that were made
-before, as the clean runs. The faults are in benchmarks/robustness/faults.py.
+alarm by then; of the others, how many had one. ``--runs``: judge the recorded events of runs, and
+count those with alarms. The faults are in benchmarks/robustness/faults.py.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from orchestration.guard.guard import Guard
 from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.recipe.loading.load import load_recipe
 from orchestration.recipe.schema import Recipe
+from orchestration.state.paths import RECIPE
 from orchestration.supervise.watch import options_of
 from orchestration.workers import rollout as worker
 from pipeline.data.events import AlarmEvent, Event
@@ -112,29 +114,57 @@ def alarms_of(events: Sequence[Event]) -> list[AlarmEvent]:
     return [data for event in events if isinstance(data := event.decoded(), AlarmEvent)]
 
 
-def judged(recipe: Recipe, folder: Path, sensitivity: float) -> tuple[int, list[AlarmEvent]]:
-    """The number of steps in a recorded run, and the alarms that its events give."""
-    guard = Guard(replace(options_of(recipe), sensitivity=sensitivity))
-    steps = 0
-    alarms = list[AlarmEvent]()
-    for event in read_metrics(folder / METRICS):
-        steps += event.kind == "step"
-        if event.kind in ("step", "sync") and (data := event.decoded()) is not None:
-            alarms += guard.observe(data)
-    return steps, alarms
+@dataclass(frozen=True)
+class Judged:
+    """A recorded run: the mean ``rewards`` of its steps, and the alarms that its events give."""
+
+    name: str
+    rewards: list[float]
+    alarms: list[AlarmEvent]
+
+    @classmethod
+    def of(cls, folder: Path, sensitivity: float) -> Judged:
+        recipe = Recipe.from_json((folder / RECIPE).read_text())
+        guard = Guard(replace(options_of(recipe), sensitivity=sensitivity))
+        rewards = list[float]()
+        alarms = list[AlarmEvent]()
+        for event in read_metrics(folder / METRICS):
+            if event.kind == "step":
+                rewards.append(event.data["reward_mean"])
+            if event.kind in ("step", "sync") and (data := event.decoded()) is not None:
+                alarms += guard.observe(data)
+        return cls(folder.name, rewards, alarms)
+
+    def until(self, step: int | None) -> list[str]:
+        """The metrics that had an alarm at ``step`` or before; None: at any step."""
+        return sorted({a.metric for a in self.alarms if step is None or a.step <= step})
+
+
+def summary(runs: Sequence[Judged]) -> Iterator[str]:
+    """Yield a table of how many of the recorded runs have alarms: of those that collapsed, of those
+    that lost a quarter of a gain of 0.2 or more, and of the others."""
+    kinds = dict[str, list[tuple[Judged, int | None]]]()
+    for run in runs:
+        if (at := collapse(run.rewards)) is not None:
+            kinds.setdefault("collapsed: until then", []).append((run, at))
+        elif collapse(run.rewards, 0.2, 0.25) is not None:
+            kinds.setdefault("fell by a quarter", []).append((run, None))
+        else:
+            kinds.setdefault("others", []).append((run, None))
+    yield "| runs | number | with an alarm | of the metrics |"
+    yield "|---|---|---|---|"
+    for kind, members in sorted(kinds.items()):
+        metrics = [run.until(at) for run, at in members]
+        alarmed = sum(map(bool, metrics))
+        counts = Counter(metric for of_run in metrics for metric in of_run).most_common()
+        listed = ", ".join(f"{metric} {count}" for metric, count in counts)
+        yield f"| {kind} | {len(members)} | {alarmed} | {listed} |"
 
 
 def clean(
-    runs: Sequence[Path], sensitivity: float, only: Sequence[str] = ()
+    sensitivity: float, only: Sequence[str] = ()
 ) -> Iterator[tuple[str, int, list[AlarmEvent]]]:
     """Of each clean run its name, its steps and its alarms."""
-    for folder in runs:
-        yield (
-            folder.name,
-            *judged(Recipe.from_json((folder / "recipe.json").read_text()), folder, sensitivity),
-        )
-    if runs:
-        return
     for name, eta, *sets in (("tiny", 0), ("tiny", 2), (TWO, 2, TWO_FUNCTIONS), ("quickstart", 1)):
         for seed in range(3):
             if only and not any(text in f"{name}, η = {eta}, seed {seed}" for text in only):
@@ -261,11 +291,19 @@ def main() -> None:
     if asked.rewards:
         print("\n".join(rewards(asked.rewards, asked.sensitivity)))
         return
+    if asked.runs:
+        runs = [Judged.of(folder, asked.sensitivity) for folder in asked.runs]
+        for run in runs:
+            if run.alarms:
+                found = "; ".join(f"step {alarm.step}: {alarm.reason}" for alarm in run.alarms)
+                print(f"{run.name}: {found}")
+        print("", *summary(runs), sep="\n")
+        return
     both = asked.clean == asked.faults
     out = dict[str, list[dict[str, Any]]](clean=[], faults=[])
     if both or asked.clean:
         print("| clean run | steps | alarms |\n|---|---|---|")
-        for name, steps, alarms in clean(asked.runs, asked.sensitivity, asked.only):
+        for name, steps, alarms in clean(asked.sensitivity, asked.only):
             out["clean"].append(
                 {"run": name, "steps": steps, "alarms": [asdict(alarm) for alarm in alarms]}
             )
