@@ -46,7 +46,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import harness
-from benchmarks.learning.trials import Trial, markdown, read_trials, trial, write_trials
+from benchmarks.learning.trials import (
+    Trial,
+    interval,
+    markdown,
+    read_trials,
+    trial,
+    write_trials,
+)
 from orchestration.history.events_file import METRICS
 from orchestration.logs import configure
 from orchestration.processes.pool import spawned_pool
@@ -92,6 +99,16 @@ CORRECTIONS = {
 }
 BOUNDS = (0, 1, 2, 4, 8, 16)
 ADMISSIONS = ("eager", "paced")
+COMPARED = (
+    ("clipped", "none"),
+    ("truncate", "none"),
+    ("truncate", "clipped"),
+    ("interpolated", "clipped"),
+    ("interpolated", "truncate"),
+    ("decoupled", "truncate"),
+    ("mask", "truncate"),
+)
+OLD = 4  # staleness bound from which corrections are compared
 # Passes in which the values of an axis come to the map; a cell comes in the sum of those of its
 # values.
 PASSES: dict[object, int] = {
@@ -336,6 +353,24 @@ def costs(trials: Sequence[Trial]) -> Table:
     return shown
 
 
+def differences(trials: Sequence[Trial]) -> Table:
+    """How much higher the score with one correction is than with another one, for runs that have
+    all else in common and a bound of ``OLD`` or more: the mean of all, and its 95 % interval."""
+    scores = {key(one): one.last(LAST) for one in trials}
+    title = f"difference of two corrections, η ≥ {OLD}"
+    shown = markdown(title, ("task", "correction", "beside", "pairs", "difference"))
+    for task, (first, second) in itertools.product(TASKS, COMPARED):
+        found = []
+        for (label, bound, seed), score in scores.items():
+            setting, _, correction = label.rpartition("/")
+            beside = scores.get((f"{setting}/{second}", bound, seed))
+            if setting.startswith(f"{task.recipe}/") and correction == first and bound >= OLD:
+                found += [score - beside] if beside is not None else []
+        if len(found) > 1:
+            shown.add_row(task.recipe, first, second, str(len(found)), interval(found))
+    return shown
+
+
 def columns() -> Iterator[str]:
     return (f"η = {bound}" for bound in BOUNDS)
 
@@ -388,7 +423,7 @@ def main() -> None:
     trials = read_trials(options.json) if options.json.exists() else []
     measure(options, trials)
     console = Console(width=240)
-    for shown in (*rewards(trials), costs(trials), alarms(trials)):
+    for shown in (*rewards(trials), differences(trials), costs(trials), alarms(trials)):
         console.print(shown)
     if options.plot:
         plot(trials, options.plot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,23 @@ def test_the_guard_has_to_warn_before_the_collapse() -> None:
         ["collapsed: until then", "2", "1", "ess 1"],
         ["others: at any step", "2", "1", "grad_norm 1"],
     ]
+
+
+def test_corrections_are_compared_in_runs_that_have_all_else_in_common() -> None:
+    def run(correction: str, reward: float, bound: int, seed: int) -> Trial:
+        cell = Cell(TASKS[0], "3e-3", bound, "eager", correction, seed)
+        return replace(of([reward] * 10, cell.label), staleness=bound, seed=seed)
+
+    trials = [
+        *(run("truncate", 0.9, 8, 0), run("none", 0.5, 8, 0)),
+        *(run("truncate", 0.8, 16, 1), run("none", 0.6, 16, 1)),
+        *(run("truncate", 0.1, 2, 0), run("none", 1.0, 2, 0)),  # not old enough
+        run("truncate", 0.1, 4, 2),  # alone
+    ]
+    shown = learning_map.differences(trials)
+    columns = [list(column.cells) for column in shown.columns]
+    assert columns[:4] == [["tiny"], ["truncate"], ["none"], ["2"]]
+    assert columns[4][0].startswith("0.300 ± ")
 
 
 def test_the_map_goes_on_with_its_file(
