@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -255,16 +256,21 @@ def no_draw(options: PromptOptions, side: str, seq: int, fix: str = "") -> Promp
     )
 
 
-def holds_nothing_out(options: PromptOptions, seed: int, *, by_row: bool) -> PromptError | None:
+def holds_nothing_out(
+    options: PromptOptions, seed: int, *, by_row: bool, seconds: float = 5.0
+) -> PromptError | None:
     """Return the error of a task none of whose prompts (``by_row``: rows) is held out; None where
-    one is, or where the rows are a table. Raises :class:`PromptError`."""
+    one is, where the rows are a table, or where this is not known after ``seconds``. Raises
+    :class:`PromptError`."""
     rows = open_rows(options, seed)
     if not callable(rows):
         return None
-    made = map(rows, draws(0))
-    identities = (row if by_row else row[options.column] for row in made)
-    if any(is_held_out(identity, seed, options.held_out) for identity in identities):
-        return None
+    end = time.monotonic() + seconds
+    for number in draws(0):
+        row = rows(number)
+        identity = row if by_row else row[options.column]
+        if is_held_out(identity, seed, options.held_out) or time.monotonic() > end:
+            return None
     return no_draw(options, "held-out", 0)
 
 

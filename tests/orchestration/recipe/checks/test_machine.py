@@ -29,7 +29,7 @@ from pipeline.problems import Problem
 from stages import device_names
 from stages.model.load import tiny_tokenizer
 from stages.prompts.rows.files import PromptError, Reading
-from stages.prompts.sources import load_prompts
+from stages.prompts.sources import holds_nothing_out, load_prompts
 from tests.orchestration.runs import MOCK, TINY
 from tests.sources import ROOT
 
@@ -710,3 +710,10 @@ class Opens:
 def test_what_is_never_evaluated_may_hold_nothing_out() -> None:
     sets = ["prompts.held_out=0.1", "evaluate.every=0"]
     assert load_recipe(ROOT / "recipes" / "maze.toml", sets).prompts.held_out == 0.1
+
+
+def test_a_task_that_draws_slowly_is_not_drawn_to_the_end() -> None:
+    maze = load_recipe(ROOT / "recipes" / "maze.toml", ["prompts.held_out=0.1", "evaluate.every=0"])
+    [part] = maze.prompts.parts().values()
+    assert holds_nothing_out(part, maze.seed, by_row=True) is not None
+    assert holds_nothing_out(part, maze.seed, by_row=True, seconds=0.0) is None
