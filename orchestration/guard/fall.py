@@ -56,27 +56,32 @@ class FallJudge:
         first = self._first = mean if self._first is None else self._first
         self._highest = max(self._highest, mean)
         noise = self._noise()
-        chance = 2 * math.log(self._steps / HIGHEST)
-        highest = self._highest - noise * math.sqrt(chance / HIGHEST)
+        chance = math.sqrt(2 * math.log(self._steps / HIGHEST) / HIGHEST)
+        highest = self._highest - noise * chance
         gain = highest - first
-        has_gained = gain > GAINED * self._errors * noise * math.sqrt(2 / HIGHEST)
-        share = LOST / 2 if self._fell else LOST
-        # an alarm that lasts needs no second proof
-        falls = [
-            (steps, mean)
-            for steps in AVERAGED
-            if highest - (mean := self._mean(steps)) > share * gain
-            and (self._fell or (has_gained and highest - mean > self._least(steps, noise)))
-        ]
-        self._fell = bool(falls)
-        steps, mean = falls[0] if falls else (HIGHEST, mean)
+        fallen = [n for n in AVERAGED if self._is_fallen(n, highest, gain, noise)]
+        self._fell = bool(fallen)
+        steps = fallen[0] if fallen else HIGHEST
+        mean = self._mean(steps)
         reason = (
             f"the mean of {steps} steps is {mean:.3g}, where it was {highest:.3g}, which is "
             f"{(highest - mean) / gain:.0%} of what had been gained"
-            if falls
+            if fallen
             else ""
         )
         return self._fell, FALL, step, mean, highest, None, reason
+
+    def _is_fallen(self, steps: int, highest: float, gain: float, noise: float) -> bool:
+        """Return whether the mean of the last ``steps`` steps has lost a part of ``gain``, by more
+        than chance; a fall that lasts needs no second proof."""
+        fall = highest - self._mean(steps)
+        if self._fell:
+            return gain > 0 and fall > LOST / 2 * gain
+        clear_gain = GAINED * self._errors * noise * math.sqrt(2 / HIGHEST)
+        # chance has as many attempts as there are means that share no step
+        errors = math.sqrt(self._errors**2 + 2 * math.log(self._steps / steps))
+        clear_fall = errors * noise * math.sqrt(1 / HIGHEST + 1 / steps)
+        return gain > clear_gain and fall > max(clear_fall, LOST * gain)
 
     def _mean(self, steps: int) -> float:
         return statistics.fmean(itertools.islice(reversed(self._rewards), steps))
@@ -85,8 +90,3 @@ class FallJudge:
         """Return the standard deviation of the reward of a step around its trend."""
         changes = [after - before for before, after in itertools.pairwise(self._rewards)]
         return math.sqrt(statistics.fmean(change**2 for change in changes) / 2)
-
-    def _least(self, steps: int, noise: float) -> float:
-        """Return how far a mean of ``steps`` steps is below the highest one by more than chance."""
-        errors = math.sqrt(self._errors**2 + 2 * math.log(self._steps / steps))
-        return errors * noise * math.sqrt(1 / HIGHEST + 1 / steps)

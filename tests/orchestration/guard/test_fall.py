@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestration.guard.fall import FallJudge
 from orchestration.guard.guard import Guard, GuardOptions
 from pipeline.data.events import StepEvent
 from tests.sources import ROOT
@@ -114,6 +115,22 @@ def test_a_fall_in_large_noise_is_clear_in_a_longer_mean(seed: int) -> None:
     found = alarms([level + draw.gauss(0, 0.13) for level in [*rise, *[0.25] * 24]])
     assert len(found) == 1
     assert len(rise) < found[0] <= len(rise) + 16
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(-1e6, 1e6), max_size=60), st.sampled_from([0.0, 1.0, 8.0]))
+def test_whatever_the_rewards_are_an_alarm_names_what_is_lost(
+    rewards: list[float], sensitivity: float
+) -> None:
+    judge = FallJudge(sensitivity)
+    for number, reward in enumerate(rewards, start=1):
+        found = judge.of_reward(number, reward)
+        assert (found is None) == (number < 10)
+        if found is not None and found[0]:
+            _, _, _, mean, highest, _, reason = found
+            assert highest is not None
+            assert mean < highest
+            assert reason.endswith("of what had been gained")
 
 
 def test_a_fall_is_one_alarm_until_half_of_it_is_made_up_for() -> None:
