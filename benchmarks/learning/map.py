@@ -354,20 +354,21 @@ def costs(trials: Sequence[Trial]) -> Table:
 
 
 def differences(trials: Sequence[Trial]) -> Table:
-    """How much higher the score with one correction is than with another one, for runs that have
-    all else in common and a bound of ``OLD`` or more: the mean of all, and its 95 % interval."""
+    """Return the differences of the scores of two corrections, in runs with a bound of ``OLD`` or
+    more that have all else in common: their mean and its 95 % interval."""
     scores = {key(one): one.last(LAST) for one in trials}
     title = f"difference of two corrections, η ≥ {OLD}"
     shown = markdown(title, ("task", "correction", "beside", "pairs", "difference"))
     for task, (first, second) in itertools.product(TASKS, COMPARED):
-        found = []
+        gains = []
         for (label, bound, seed), score in scores.items():
             setting, _, correction = label.rpartition("/")
-            beside = scores.get((f"{setting}/{second}", bound, seed))
-            if setting.startswith(f"{task.recipe}/") and correction == first and bound >= OLD:
-                found += [score - beside] if beside is not None else []
-        if len(found) > 1:
-            shown.add_row(task.recipe, first, second, str(len(found)), interval(found))
+            if setting.partition("/")[0] != task.recipe or correction != first or bound < OLD:
+                continue
+            if (other := scores.get((f"{setting}/{second}", bound, seed))) is not None:
+                gains.append(score - other)
+        if len(gains) > 1:
+            shown.add_row(task.recipe, first, second, str(len(gains)), interval(gains))
     return shown
 
 

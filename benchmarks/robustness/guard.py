@@ -147,7 +147,7 @@ def summary(runs: Sequence[Judged]) -> Iterator[str]:
     for run in runs:
         if (at := collapse(run.rewards)) is not None:
             kinds.setdefault("collapsed: until then", []).append((run, at))
-        elif collapse(run.rewards, 0.2, 0.25) is not None:
+        elif collapse(run.rewards, least=0.2, lost=0.25) is not None:
             kinds.setdefault("fell by a quarter", []).append((run, None))
         else:
             kinds.setdefault("others", []).append((run, None))

@@ -16,7 +16,7 @@ from typing import Any
 from stages.prompts.rows.files import EmptyFile, PromptError, Reading, kind_of, open_file
 
 KNOWN_MODELS = ("smollm2", "tiny", "tiny-moe", "mock")  # sources that are no folder
-# of a recipe, whose values are a model
+# keys of a recipe that name a model
 MODEL_KEYS = ("model.source", "model.reference", "critic.source", "rollout.draft_model")
 PLAIN_MODELS = ("tiny", "tiny-moe", "mock")  # sources without a chat template
 CONFIG = "config.json"

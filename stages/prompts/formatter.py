@@ -75,6 +75,26 @@ class Prompt:
         return {**json.loads(self.fields_json), "prompt": json.loads(self.given_json)}
 
 
+def plain_of(options: PromptOptions, row: Row, where: str, changes: Changes | None = None) -> Row:
+    """Return the columns of ``row`` as plain values, with a prompt. Raises PromptError."""
+    plain = plain_row(row, where, options.leave_out, changes)
+    return with_prompt(plain, options.column, options.responses, where)
+
+
+def identity_of(
+    options: PromptOptions,
+    row: Row,
+    where: str,
+    *,
+    by_row: bool,
+    changes: Changes | None = None,
+) -> str | list[Message] | Row:
+    """Return what tells ``row`` from others: its prompt, or with ``by_row`` all of its columns, for
+    environments, which have the task there. Raises PromptError."""
+    plain = plain_of(options, row, where, changes)
+    return plain if by_row else prompt_in(plain, options.column, where)
+
+
 class OpensConversation(Protocol):
     """Renders the conversation with which a trajectory begins, up to what its environment adds."""
 
@@ -123,19 +143,10 @@ class PromptFormatter:
             2**31 if backend is None else 1 if backend.normalizer is None else 18
         )
 
-    def given(self, row: Row, where: str) -> str | list[Message]:
-        """Return the row's prompt: a string or messages. Raises PromptError."""
-        return prompt_in(self._plain(row, where), self.options.column, where)
-
     def identity(self, row: Row, where: str) -> str | list[Message] | Row:
-        """Return what tells the row from others: its prompt; all of its columns where environments
-        answer, as these have the task there. Raises PromptError."""
-        return self.given(row, where) if self._opens is None else self._plain(row, where)
-
-    def _plain(self, row: Row, where: str) -> Row:
-        options = self.options
-        plain = plain_row(row, where, options.leave_out, self.changes)
-        return with_prompt(plain, options.column, options.responses, where)
+        """Return what tells the row from others (:func:`identity_of`). Raises PromptError."""
+        by_row = self._opens is not None
+        return identity_of(self.options, row, where, by_row=by_row, changes=self.changes)
 
     def prompt(self, row: Row, where: str) -> Prompt:
         """Return the prompt of ``row``, however long; its beginning is cut off if the options say
@@ -294,7 +305,7 @@ class PromptFormatter:
         Of a string that is longer than the limits allow, the text's end, one character longer than
         they allow; of such a conversation, None.
         """
-        row = self._plain(row, where)
+        row = plain_of(self.options, row, where, self.changes)
         prompt = prompt_in(row, self.options.column, where)
         most = self.limits.characters + 1
         fields = {name: value for name, value in row.items() if name != self.options.column}

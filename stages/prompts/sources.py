@@ -30,7 +30,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import structlog
 
-from stages.prompts.formatter import OpensConversation, Prompt, PromptFormatter
+from stages.prompts.formatter import (
+    OpensConversation,
+    Prompt,
+    PromptFormatter,
+    identity_of,
+)
 from stages.prompts.rows.files import PromptError, Row, Table
 from stages.prompts.rows.opened import open_rows
 from stages.prompts.rows.options import PromptLimits, PromptOptions
@@ -244,7 +249,7 @@ class ProceduralPrompts:
 
 
 def draws(seq: int) -> range:
-    """Return the numbers of the rows of which a ``seq`` takes the first one that is of its side."""
+    """Return the numbers of the rows that are tried in turn for the prompt of ``seq``."""
     return range(seq, seq + PROCEDURAL_ATTEMPTS * ATTEMPT_STRIDE, ATTEMPT_STRIDE)
 
 
@@ -259,16 +264,16 @@ def no_draw(options: PromptOptions, side: str, seq: int, fix: str = "") -> Promp
 def holds_nothing_out(
     options: PromptOptions, seed: int, *, by_row: bool, seconds: float = 5.0
 ) -> PromptError | None:
-    """Return the error of a task none of whose prompts (``by_row``: rows) is held out; None where
-    one is, where the rows are a table, or where this is not known after ``seconds``. Raises
-    :class:`PromptError`."""
+    """Return an error if a task makes no held-out prompt. Return None if it makes one, if its rows
+    are a table, or if the answer is not known after ``seconds``. ``by_row``: see
+    :func:`~stages.prompts.formatter.identity_of`. Raises :class:`PromptError`."""
     rows = open_rows(options, seed)
     if not callable(rows):
         return None
     end = time.monotonic() + seconds
     for number in draws(0):
-        row = rows(number)
-        identity = row if by_row else row[options.column]
+        where = f"row {number} of {options.task}"
+        identity = identity_of(options, rows(number), where, by_row=by_row)
         if is_held_out(identity, seed, options.held_out) or time.monotonic() > end:
             return None
     return no_draw(options, "held-out", 0)

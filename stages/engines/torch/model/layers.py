@@ -36,7 +36,7 @@ def use_fast_layers(model: Any, device: torch.device) -> None:
         and words.weight is getattr(head, "weight", None)
     ):
         words.sparse = True
-        # another module computes something else too, as Gemma's
+        # a subclass computes more than the lookup: Gemma's scales its output
         if type(words) is nn.Embedding and words.weight.requires_grad:
             words.forward = TiedWords(words)  # type: ignore[method-assign]
     for module in model.modules():
@@ -192,25 +192,28 @@ def _in_float32_on_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class TiedWords:
-    """The forward of the embeddings ``words``, whose weight is the output layer's too.
+    """Replaces the forward of the embeddings ``words``, which share their weight with the output
+    layer.
 
-    The gradient of the words that were fed is added to that of the output layer where it is kept,
-    when this has come. Autograd would copy the whole gradient to add a sparse one to it. A weight
-    that has taken the place of this one, as in a copy of the model, is left to the module. Raises
-    RuntimeError when no gradient of the output layer came in the backward before.
+    The gradient of the embeddings has a row for each token that was fed. Autograd adds it to the
+    gradient of the output layer by copying all of that. Here a hook adds it in place, when the
+    gradient of the output layer is in ``weight.grad``. If another weight has replaced this one, as
+    in a copy of the model, the module computes its own forward. Raises RuntimeError if the hook was
+    not called in the backward before.
     """
 
     def __init__(self, words: nn.Embedding) -> None:
         self._words = words
         self._weight = weakref.ref(words.weight)
         self._fed: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids [n], gradient [n, d]
-        # before the hooks of others, which may take the gradient away
+        # registered first: the hook of master weights moves the gradient to the master
         words.weight.register_post_accumulate_grad_hook(self._add_fed)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if self._fed:
             raise RuntimeError(
-                "the output layer gave no gradient, so that of the words that were fed is lost"
+                "the gradient of the embeddings was not added in the backward before: the output "
+                "layer, which has the same weight, gave none"
             )
         weight = self._words.weight
         if weight is not self._weight():
@@ -218,8 +221,7 @@ class TiedWords:
         return _TiedWords.apply(weight, input, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def feed(self, ids: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keep ``gradient`` [..., d] of the words ``ids`` [...] until that of the output layer has
-        come."""
+        """Keep the ``gradient`` [..., d] of the tokens ``ids`` [...] until the hook adds it."""
         if (padding := self._words.padding_idx) is not None:
             gradient = gradient * (ids != padding)[..., None]
         self._fed.append((ids.flatten(), gradient.flatten(0, -2)))
