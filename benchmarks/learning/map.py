@@ -20,10 +20,10 @@ step a batch the ratio to the recomputed policy is 1, so nothing is clipped):
     decoupled     the recomputed policy; the whole weight (AReaL)
     interpolated  between both by staleness (A-3PO); weight at most 2
 
-A run has **collapsed** at the first step at which the mean reward of ten steps is below the half of
-what it had gained: of its highest mean of ten before, above that of the first ten, where this is at
-least 0.4. With less, or in means of five, the reward of these tasks goes up and down with η = 0,
-too.
+A run has **collapsed** at the first step at which the mean reward of 80 groups (the newest 10 steps
+of 8, or 20 of 4) is below the half of what it had gained: of its highest such mean before, above the
+first one, where this is at least 0.4. With less, or in means of fewer groups, the reward of these
+tasks goes up and down with η = 0, too.
 """
 
 from __future__ import annotations
@@ -68,25 +68,27 @@ SHARED = (
     "pipeline.arena=256MiB",
 )
 LAST = 10  # steps at the end, whose mean reward is the score
-WINDOW = 10  # steps of a mean in which a collapse is sought
+WINDOW = 10  # steps of a mean in which a collapse is sought, where a step has GROUPS groups
+GROUPS = 8
 LEAST_GAIN = 0.4  # that can collapse
 PER_PROCESS = 50  # runs, after which a process of the pool is replaced
 
 
 @dataclass(frozen=True)
 class Task:
-    """A recipe, two learning rates, and steps in which the lower one learns it at η = 0."""
+    """A recipe, two learning rates, ``steps`` in which the lower one learns it at η = 0, and
+    ``groups`` of a step."""
 
     recipe: str
     rates: tuple[str, str]
     steps: int
-    overrides: tuple[str, ...] = ()
+    groups: int = GROUPS
 
 
 TASKS = (
     Task("tiny", ("3e-3", "6e-3"), 160),  # is learned after 80, and can be lost again
     Task("modular-sum", ("1.5e-3", "3e-3"), 160),  # at 6e-3 it is lost with η = 0, too
-    Task("maze", ("3e-3", "6e-3"), 80, ("train.groups_per_step=4",)),
+    Task("maze", ("3e-3", "6e-3"), 80, groups=4),
 )
 # Options of the algorithm by the name of the correction.
 CORRECTIONS = {
@@ -166,10 +168,10 @@ class Cell:
     def overrides(self) -> list[str]:
         return [
             *SHARED,
-            *self.task.overrides,
             *(f"algorithm.options.{option}" for option in CORRECTIONS[self.correction]),
             f"train.learning_rate={self.rate}",
             f"train.steps={self.task.steps}",
+            f"train.groups_per_step={self.task.groups}",
             f"pipeline.staleness={self.staleness}",
             f"pipeline.admission={self.admission}",
             f"seed={self.seed}",
@@ -251,7 +253,7 @@ def key(one: Trial) -> tuple[str, int, int]:
 
 
 def line(one: Trial) -> str:
-    at = collapse(one.reward)
+    at = collapse_of(one)
     return (
         f"{one.recipe} η {one.staleness} seed {one.seed}: {one.last(LAST):.3f}, age "
         f"{one.staleness_mean:.1f}, {one.seconds:.0f} s"
@@ -260,17 +262,32 @@ def line(one: Trial) -> str:
     )
 
 
-def collapse(reward: Sequence[float], least: float = LEAST_GAIN, lost: float = 0.5) -> int | None:
-    """Return the step, from 1, at which the share ``lost`` of a gain of ``least`` or more was lost;
-    None: it was not."""
-    means = [statistics.fmean(reward[at : at + WINDOW]) for at in range(len(reward) - WINDOW + 1)]
+def window_of(groups: int) -> int:
+    """Return in how many steps of ``groups`` groups a mean has as many as in WINDOW steps of
+    GROUPS."""
+    return math.ceil(WINDOW * GROUPS / groups)
+
+
+def collapse(
+    reward: Sequence[float], window: int = WINDOW, least: float = LEAST_GAIN, lost: float = 0.5
+) -> int | None:
+    """Return the step, from 1, at which the mean of ``window`` steps had lost the share ``lost`` of
+    a gain of ``least`` or more; None: it did not."""
+    means = [statistics.fmean(reward[at : at + window]) for at in range(len(reward) - window + 1)]
     highest = means[0] if means else 0.0
     for at, mean in enumerate(means):
         gain = highest - means[0]
         if gain >= least and mean < highest - lost * gain:
-            return at + WINDOW
+            return at + window
         highest = max(highest, mean)
     return None
+
+
+def collapse_of(one: Trial) -> int | None:
+    """Return the step at which a run of the map collapsed; None: it did not."""
+    recipe = one.recipe.partition("/")[0]
+    groups = next(task.groups for task in TASKS if task.recipe == recipe)
+    return collapse(one.reward, window_of(groups))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -306,7 +323,7 @@ def score(seeds: Sequence[Trial]) -> str:
     if not seeds:
         return ""
     last = [one.last(LAST) for one in seeds]
-    collapsed = "✗" * sum(collapse(one.reward) is not None for one in seeds)
+    collapsed = "✗" * sum(collapse_of(one) is not None for one in seeds)
     return f"{statistics.fmean(last):.2f} ({min(last):.2f}){collapsed}"
 
 
@@ -331,7 +348,7 @@ def plot(trials: Sequence[Trial], path: Path) -> None:
         axes.set_xticks(range(len(BOUNDS)), [f"η = {bound}" for bound in BOUNDS], fontsize=8)
         axes.set_yticks(range(len(ROWS)), map(", ".join, ROWS), fontsize=8)
         for y, x in itertools.product(range(len(ROWS)), range(len(BOUNDS))):
-            if any(collapse(one.reward) is not None for one in rows[y][x]):
+            if any(collapse_of(one) is not None for one in rows[y][x]):
                 axes.text(x, y, "✗", ha="center", va="center", color="white")
     figure.colorbar(image, ax=panels, label=f"mean reward of the last {LAST} steps", shrink=0.5)
     figure.savefig(path, dpi=130)
@@ -387,12 +404,12 @@ def cost(seeds: Sequence[Trial], base: float) -> str:
 def alarms(trials: Sequence[Trial]) -> Table:
     """Of the runs that collapsed in how many the guard's alarm came at the step of the collapse or
     before; of the others, how many had an alarm."""
-    collapsed = [(one, at) for one in trials if (at := collapse(one.reward)) is not None]
+    collapsed = [(one, at) for one in trials if (at := collapse_of(one)) is not None]
     early = [
         metric for one, at in collapsed for metric in {m for step, m in one.alarms if step <= at}
     ]
     warned = sum(any(step <= at for step, _ in one.alarms) for one, at in collapsed)
-    clean = [one for one in trials if collapse(one.reward) is None]
+    clean = [one for one in trials if collapse_of(one) is None]
     late = [metric for one in clean for metric in {metric for _, metric in one.alarms}]
     alarmed = sum(bool(one.alarms) for one in clean)
     shown = markdown("the guard", ("runs", "number", "with an alarm", "of the metrics"))

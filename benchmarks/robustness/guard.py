@@ -27,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks import harness
-from benchmarks.learning.map import collapse
+from benchmarks.learning.map import collapse, window_of
 from benchmarks.learning.trials import read_trials
 from benchmarks.robustness import faults
 from benchmarks.runs.executed import executed
@@ -116,9 +116,11 @@ def alarms_of(events: Sequence[Event]) -> list[AlarmEvent]:
 
 @dataclass(frozen=True)
 class Judged:
-    """A recorded run: the mean ``rewards`` of its steps, and the alarms that its events give."""
+    """A recorded run: the mean ``rewards`` of its steps of so many ``groups``, and the alarms that
+    its events give."""
 
     name: str
+    groups: int
     rewards: list[float]
     alarms: list[AlarmEvent]
 
@@ -133,7 +135,12 @@ class Judged:
                 rewards.append(event.data["reward_mean"])
             if event.kind in ("step", "sync") and (data := event.decoded()) is not None:
                 alarms += guard.observe(data)
-        return cls(folder.name, rewards, alarms)
+        return cls(folder.name, recipe.train.groups_per_step, rewards, alarms)
+
+    def collapse(self, **options: float) -> int | None:
+        """Return the step at which the reward collapsed (:func:`~benchmarks.learning.map.collapse`,
+        with its ``options``); None: it did not."""
+        return collapse(self.rewards, window_of(self.groups), **options)
 
     def until(self, step: int | None) -> list[str]:
         """The metrics that had an alarm at ``step`` or before; None: at any step."""
@@ -145,9 +152,9 @@ def summary(runs: Sequence[Judged]) -> Iterator[str]:
     that lost a quarter of a gain of 0.2 or more, and of the others."""
     kinds = dict[str, list[tuple[Judged, int | None]]]()
     for run in runs:
-        if (at := collapse(run.rewards)) is not None:
+        if (at := run.collapse()) is not None:
             kinds.setdefault("collapsed: until then", []).append((run, at))
-        elif collapse(run.rewards, least=0.2, lost=0.25) is not None:
+        elif run.collapse(least=0.2, lost=0.25) is not None:
             kinds.setdefault("fell by a quarter", []).append((run, None))
         else:
             kinds.setdefault("others", []).append((run, None))

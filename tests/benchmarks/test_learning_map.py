@@ -22,7 +22,7 @@ from stages.algorithms.token_batch import TokenBatch
 from stages.flow.catalogue import TOKEN_STALENESS
 
 
-def of(reward: list[float], name: str = "copy/3e-3/eager/none", **fields: object) -> Trial:
+def of(reward: list[float], name: str = "tiny/3e-3/eager/none", **fields: object) -> Trial:
     return Trial(8, 0, reward, {}, 8.0, 1.0, 1, recipe=name, **fields)  # type: ignore[arg-type]
 
 
@@ -103,6 +103,16 @@ def test_a_run_has_collapsed_when_the_half_of_its_gain_is_lost() -> None:
     assert learning_map.collapse(collapsing(30, 0.57)) is None
     assert learning_map.collapse([0.1] * 10 + [0.25] * 10 + [0.1] * 10) is None, "gained too little"
     assert learning_map.collapse([0.9] * 9) is None
+
+
+def test_a_collapse_is_sought_in_means_of_as_many_groups_whatever_a_step_has() -> None:
+    assert [learning_map.window_of(groups) for groups in (4, 8, 64)] == [20, 10, 2]
+    reward = [*[0.1] * 20, *[0.9] * 20, *[0.1] * 12]  # a fall of twelve steps
+    cell = Cell(TASKS[0], "3e-3", 0, "paced", "none", 0)
+    assert [task.groups for task in (TASKS[0], TASKS[2])] == [8, 4]
+    assert learning_map.collapse_of(of(reward, cell.label)) == 46, "0.1 six times of ten"
+    label = replace(cell, task=TASKS[2]).label
+    assert learning_map.collapse_of(of(reward, label)) == 51, "0.1 eleven times of twenty"
 
 
 def test_the_guard_has_to_warn_before_the_collapse() -> None:
