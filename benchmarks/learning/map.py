@@ -371,26 +371,38 @@ def costs(trials: Sequence[Trial]) -> Table:
 
 
 def differences(trials: Sequence[Trial]) -> Table:
-    """Return the differences of the scores of two corrections, in runs with a bound of ``OLD`` or
-    more that have all else in common: their mean and its 95 % interval."""
-    scores = {key(one): one.last(LAST) for one in trials}
-    title = f"difference of two corrections, η ≥ {OLD}"
-    shown = markdown(title, ("task", "correction", "beside", "pairs", "difference"))
-    for task, (first, second) in itertools.product(TASKS, COMPARED):
-        gains = []
-        for (label, bound, seed), score in scores.items():
-            setting, _, correction = label.rpartition("/")
-            if setting.partition("/")[0] != task.recipe or correction != first or bound < OLD:
-                continue
-            if (other := scores.get((f"{setting}/{second}", bound, seed))) is not None:
-                gains.append(score - other)
-        if len(gains) > 1:
-            shown.add_row(task.recipe, first, second, str(len(gains)), interval(gains))
+    """Return the differences of the scores of two corrections, in runs that have all else in
+    common: their mean and its 95 % interval, of bounds of ``OLD`` or more, and by bound."""
+    bounds = BOUNDS[2:]
+    names = ("task", "correction", "beside", "pairs", f"η ≥ {OLD}", *columns(bounds))
+    shown = markdown(f"difference of two corrections; pairs: of η ≥ {OLD}", names)
+    for task in ("", *(task.recipe for task in TASKS)):
+        for first, second in COMPARED:
+            gains = gains_of(trials, task, first, second)
+            old = [gain for bound in bounds if bound >= OLD for gain in gains[bound]]
+            if len(old) > 1:
+                cells = [old, *(gains[bound] for bound in bounds)]
+                means = (interval(cell) if len(cell) > 1 else "" for cell in cells)
+                shown.add_row(task or "all", first, second, str(len(old)), *means)
     return shown
 
 
-def columns() -> Iterator[str]:
-    return (f"η = {bound}" for bound in BOUNDS)
+def gains_of(trials: Sequence[Trial], task: str, first: str, second: str) -> dict[int, list[float]]:
+    """Return by bound how much higher the scores of runs with the correction ``first`` are than
+    those with ``second`` that have all else in common; of one ``task``, or "": of all."""
+    scores = {key(one): one.last(LAST) for one in trials}
+    gains: dict[int, list[float]] = {bound: [] for bound in BOUNDS}
+    for (label, bound, seed), score in scores.items():
+        setting, _, correction = label.rpartition("/")
+        if correction != first or task not in ("", setting.partition("/")[0]):
+            continue
+        if (other := scores.get((f"{setting}/{second}", bound, seed))) is not None:
+            gains[bound].append(score - other)
+    return gains
+
+
+def columns(bounds: Sequence[int] = BOUNDS) -> Iterator[str]:
+    return (f"η = {bound}" for bound in bounds)
 
 
 def cost(seeds: Sequence[Trial], base: float) -> str:

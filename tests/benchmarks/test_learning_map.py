@@ -141,13 +141,16 @@ def test_corrections_are_compared_in_runs_that_have_all_else_in_common() -> None
     trials = [
         *(run("truncate", 0.9, 8, 0), run("none", 0.5, 8, 0)),
         *(run("truncate", 0.8, 16, 1), run("none", 0.6, 16, 1)),
-        *(run("truncate", 0.1, 2, 0), run("none", 1.0, 2, 0)),  # not old enough
+        *(run("truncate", 0.1, 2, 0), run("none", 1.0, 2, 0)),
+        *(run("truncate", 0.3, 2, 1), run("none", 1.0, 2, 1)),
         run("truncate", 0.1, 4, 2),  # alone
     ]
     shown = learning_map.differences(trials)
     columns = [list(column.cells) for column in shown.columns]
-    assert columns[:4] == [["tiny"], ["truncate"], ["none"], ["2"]]
-    assert columns[4][0].startswith("0.300 ± ")
+    assert columns[:4] == [["all", "tiny"], ["truncate"] * 2, ["none"] * 2, ["2"] * 2]
+    assert [cell.partition(" ")[0] for cell in columns[4]] == ["0.300"] * 2, "of η ≥ 4"
+    by_bound = [cells[0].partition(" ")[0] for cells in columns[5:]]
+    assert by_bound == ["-0.800", "", "", ""], "one pair has no interval"
 
 
 def test_the_map_goes_on_with_its_file(
