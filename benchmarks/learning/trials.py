@@ -74,8 +74,8 @@ class Unfinished(RuntimeError):
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: ``reward`` of each step, ``held_out`` reward by policy version, largest staleness,
-    seconds."""
+    """One run: ``reward`` of each step (empty: its steps have none, as with a teacher),
+    ``held_out`` reward by policy version, largest staleness, seconds."""
 
     staleness: int
     seed: int
@@ -174,11 +174,12 @@ async def trial(
         kind == "worker" and data["change"] in ("died", "kept its weights")
         for _, kind, data in events
     )
+    rewards = [step["reward_mean"] for _, step in steps]
     values = [step[metric] for _, step in steps if metric in step]
     return Trial(
         recipe.pipeline.staleness,
         recipe.seed,
-        [step["reward_mean"] for _, step in steps],
+        [] if None in rewards else rewards,
         held_out,
         max(step["staleness_max"] for _, step in steps),
         steps[-1][0],
@@ -240,10 +241,7 @@ def table(trials: Sequence[Trial], name: str, ends: int, metric: str | None) -> 
             )
             shown.add_row(
                 *(recipe, str(staleness), settings, str(t.seed)),
-                f"{t.first(ends):.3f}",
-                f"{t.last(ends):.3f}",
-                f"{min(t.reward[-ends:]):.3f}",
-                f"{t.last(ends) - t.first(ends):+.3f}",
+                *rewards_of([t], ends),
                 *(before, after),
                 f"{t.staleness_max:.0f}",
                 f"{t.seconds:.0f}",
@@ -251,18 +249,26 @@ def table(trials: Sequence[Trial], name: str, ends: int, metric: str | None) -> 
                 *([f"{t.metric:.2f}" if t.metric is not None else "–"] if metric else []),
             )
         held_out = [t.held_out[max(t.held_out)] for t in seeds if t.held_out]
-        last = [t.last(ends) for t in seeds]
-        gain = statistics.fmean(last) - statistics.fmean(t.first(ends) for t in seeds)
+        _, *others = rewards_of(seeds, ends)
         shown.add_row(
             *(recipe, str(staleness), settings, "mean", ""),
-            interval(last),
-            f"{min(min(t.reward[-ends:]) for t in seeds):.3f}",
-            f"{gain:+.3f}",
-            "",
+            *(*others, ""),
             interval(held_out) if held_out else "–",
             style="bold",
         )
     return shown
+
+
+def rewards_of(seeds: Sequence[Trial], ends: int) -> tuple[str, ...]:
+    """Return the mean reward of the first steps, of the last ones, the lowest of these, and the
+    gain; dashes where the steps have no rewards."""
+    if not all(t.reward for t in seeds):
+        return ("–",) * 4
+    first = statistics.fmean(t.first(ends) for t in seeds)
+    last = [t.last(ends) for t in seeds]
+    lowest = min(min(t.reward[-ends:]) for t in seeds)
+    gain = statistics.fmean(last) - first
+    return f"{first:.3f}", interval(last), f"{lowest:.3f}", f"{gain:+.3f}"
 
 
 def noise(values: Sequence[float], seeds: int) -> float:
@@ -281,7 +287,9 @@ def noise_table(trials: Sequence[Trial], ends: int) -> Table:
     for (recipe, staleness, settings), seeds in arms(trials).items():
         if len(seeds) < NOISE_SEEDS:
             continue
-        scores = {f"last {ends} steps": [t.last(ends) for t in seeds]}
+        scores = {}
+        if all(t.reward for t in seeds):
+            scores[f"last {ends} steps"] = [t.last(ends) for t in seeds]
         if all(t.held_out for t in seeds):
             scores["held out"] = [t.held_out[max(t.held_out)] for t in seeds]
         for score, values in scores.items():
@@ -306,6 +314,7 @@ def plot(trials: Sequence[Trial], name: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    trials = [t for t in trials if t.reward]
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
     several = len({t.recipe for t in trials}) > 1
     colours = COLOURS if len(arms(trials)) <= len(COLOURS) else pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]

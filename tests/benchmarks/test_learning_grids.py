@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -162,3 +163,17 @@ def test_a_systematic_error_belongs_to_a_response() -> None:
     assert 0 < min(wrong) <= max(wrong) < 1
     assert 0.2 < len(wrong) / middle < 0.5, "half, of which a third gets the right one by chance"
     assert {score for score in scores if 0 < score < 1} == set(rewards.MIDDLE)
+
+
+def test_a_run_without_rewards_is_shown_by_its_evaluations() -> None:
+    trained = Trial(1, 0, [], {0: 0.25, 30: 0.75}, 1.0, 1.0, 1, recipe="distill")
+    shown = trials.table([trained, replace(trained, seed=1)], "distill", 5, None)
+    columns = {str(column.header): list(column.cells) for column in shown.columns}
+    assert [columns[name] for name in ("first", "lowest", "gain")] == [
+        ["–", "–", ""],
+        ["–", "–", "–"],
+        ["–", "–", "–"],
+    ]
+    assert columns["last"] == ["–", "–", "–"]
+    assert columns["after"][:2] == ["0.750", "0.750"]
+    assert list(trials.noise_table([replace(trained, seed=n) for n in range(5)], 5).rows)
