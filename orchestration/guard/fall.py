@@ -30,7 +30,7 @@ FALL = Rule(
     REWARD_FALL,
     "The policy loses what it had learned. Look at entropy, grad_norm and the gap by staleness of "
     'the steps before; if samples are old: correction = "truncate" with proximal = '
-    '"recomputed", or a lower pipeline.staleness. Else lower train.learning_rate, add '
+    '"interpolated", or a lower pipeline.staleness. Else lower train.learning_rate, add '
     "algorithm.options.kl_coef, and go back: `asyncdock resume RUN --from STEP`.",
 )
 

@@ -81,7 +81,7 @@ class PolicyGradient(EntropyTerms):
         default="none",
         description="What becomes of the weight proximal / rollout, which corrects for staleness "
         "and for the engines' mismatch. `auto`: `none` up to `pipeline.staleness` = 2; "
-        "above, `truncate` at the level of the ratio, with `proximal` = `recomputed` "
+        "above, `truncate` at the level of the ratio, with `proximal` = `interpolated` "
         "unless another is set (docs/measurements/staleness.md). `none`: it is left "
         "out. `truncate`: the loss is multiplied by it, cut at `weight_high`. `mask`: "
         "where it is outside `weight_low` to `weight_high` nothing is learned (IcePop, "
@@ -160,7 +160,7 @@ class PolicyGradient(EntropyTerms):
             return self.model_copy(update={"correction": "none"}), reason
         picked = {
             "correction": "truncate",
-            "proximal": "recomputed" if self.proximal == "rollout" else self.proximal,
+            "proximal": "interpolated" if self.proximal == "rollout" else self.proximal,
             "correction_level": self.ratio_level,
         }
         named = ", ".join(f"{name} = {value}" for name, value in picked.items())

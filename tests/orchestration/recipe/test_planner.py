@@ -178,12 +178,12 @@ def test_without_a_recipe_the_constant_of_a_loss_is_to_be_given() -> None:
 @pytest.mark.parametrize(
     ("staleness", "options", "never"),
     [
-        # `auto` picks the recomputed policy, and there is one optimizer step a batch
-        (4, {}, True),
+        (4, {"proximal": "recomputed"}, True),  # there is one optimizer step a batch
+        (4, {}, False),  # `auto` picks an interpolated policy
         (2, {}, False),  # clipped around the rollout policy
         (0, {"proximal": "recomputed"}, True),
-        (4, {"mini_batches": 2}, False),
-        (4, {"epochs": 2}, False),
+        (4, {"proximal": "recomputed", "mini_batches": 2}, False),
+        (4, {"proximal": "recomputed", "epochs": 2}, False),
         (0, {"proximal": "interpolated"}, True),  # all tokens are of the current policy
         (1, {"proximal": "interpolated"}, False),
         (8, {"correction": "none"}, False),

@@ -538,12 +538,10 @@ def test_auto_picks_a_correction_by_the_staleness_bound() -> None:
         assert f"η = {bound}" in why
     for name, level in (("grpo", "token"), ("gspo", "geometric"), ("rloo", "sequence")):
         picked, why = build_algorithm(name, {"correction": "auto"}).under(3)
-        chosen = {"correction": "truncate", "proximal": "recomputed", "correction_level": level}
+        chosen = {"correction": "truncate", "proximal": "interpolated", "correction_level": level}
         assert picked == build_algorithm(name, chosen)
         assert all(f"{key} = {value}" in why for key, value in chosen.items())
-    assert (
-        build_algorithm("grpo", {"proximal": "interpolated"}).under(4)[0].proximal == "interpolated"
-    )
+    assert build_algorithm("grpo", {"proximal": "recomputed"}).under(4)[0].proximal == "recomputed"
     for correction in ("none", "mask"):
         chosen = build_algorithm("grpo", {"correction": correction})
         assert chosen.under(8) == (chosen, "")
