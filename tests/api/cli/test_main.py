@@ -111,7 +111,8 @@ def test_check_prints_the_derived_numbers() -> None:
     assert "η = 3; the oldest that can occur is 3" in text
     assert "S = 2 steps" in text
     assert (
-        "correction = truncate, proximal = recomputed, correction_level = token; with η = 3" in text
+        "correction = truncate, proximal = interpolated, correction_level = token; with η = 3"
+        in text
     )
     assert "5 groups, 20 samples" in text
     assert "≤ 15 groups, 60 samples" in text
