@@ -263,8 +263,7 @@ def line(one: Trial) -> str:
 
 
 def window_of(groups: int) -> int:
-    """Return in how many steps of ``groups`` groups a mean has as many as in WINDOW steps of
-    GROUPS."""
+    """Return how many steps of ``groups`` groups have as many groups as WINDOW steps of GROUPS."""
     return math.ceil(WINDOW * GROUPS / groups)
 
 

@@ -116,8 +116,8 @@ def alarms_of(events: Sequence[Event]) -> list[AlarmEvent]:
 
 @dataclass(frozen=True)
 class Judged:
-    """A recorded run: the mean ``rewards`` of its steps of so many ``groups``, and the alarms that
-    its events give."""
+    """A recorded run: the mean ``rewards`` of its steps, each of which has ``groups`` groups, and
+    the alarms that its events give."""
 
     name: str
     groups: int
