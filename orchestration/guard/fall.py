@@ -22,7 +22,7 @@ from orchestration.guard.rules import COMPARED_STEPS, REWARD_FALL, WARM_UP, Judg
 
 HIGHEST = 10  # steps of the means of which the highest is kept
 AVERAGED = (5, 10)  # steps of the means that are compared with it
-NOISE_STEPS = 4 * COMPARED_STEPS  # newest steps, from whose changes the noise is estimated
+NOISE_STEPS = 4 * COMPARED_STEPS  # the noise is estimated from the newest steps
 ERRORS = 0.3  # standard errors, for each deviation of the sensitivity
 GAINED = 1.5  # times as clear as a fall a gain has to be
 LOST = 1 / 3  # of the gain, that is a fall; an alarm lasts until half of it is made up for

@@ -89,8 +89,8 @@ def identity_of(
     by_row: bool,
     changes: Changes | None = None,
 ) -> str | list[Message] | Row:
-    """Return what tells ``row`` from others: its prompt, or with ``by_row`` all of its columns, for
-    environments, which have the task there. Raises PromptError."""
+    """Return the part of ``row`` that decides whether it is held out: its prompt. With ``by_row``
+    it is all columns: an environment reads its task from them. Raises PromptError."""
     plain = plain_of(options, row, where, changes)
     return plain if by_row else prompt_in(plain, options.column, where)
 
@@ -144,7 +144,7 @@ class PromptFormatter:
         )
 
     def identity(self, row: Row, where: str) -> str | list[Message] | Row:
-        """Return what tells the row from others (:func:`identity_of`). Raises PromptError."""
+        """Return :func:`identity_of` the row, by row for environments. Raises PromptError."""
         by_row = self._opens is not None
         return identity_of(self.options, row, where, by_row=by_row, changes=self.changes)
 

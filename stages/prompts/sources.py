@@ -30,12 +30,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import structlog
 
-from stages.prompts.formatter import (
-    OpensConversation,
-    Prompt,
-    PromptFormatter,
-    identity_of,
-)
+from stages.prompts.formatter import OpensConversation, Prompt, PromptFormatter, identity_of
 from stages.prompts.rows.files import PromptError, Row, Table
 from stages.prompts.rows.opened import open_rows
 from stages.prompts.rows.options import PromptLimits, PromptOptions

@@ -28,7 +28,9 @@ from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
 from stages import device_names
 from stages.model.load import tiny_tokenizer
+from stages.prompts.formatter import identity_of
 from stages.prompts.rows.files import PromptError, Reading
+from stages.prompts.rows.options import PromptOptions
 from stages.prompts.sources import holds_nothing_out, load_prompts
 from tests.orchestration.runs import MOCK, TINY
 from tests.sources import ROOT
@@ -710,6 +712,14 @@ class Opens:
 def test_what_is_never_evaluated_may_hold_nothing_out() -> None:
     sets = ["prompts.held_out=0.1", "evaluate.every=0"]
     assert load_recipe(ROOT / "recipes" / "maze.toml", sets).prompts.held_out == 0.1
+
+
+def test_a_column_that_is_left_out_does_not_decide_what_is_held_out() -> None:
+    options = PromptOptions(source="jsonl", path="rows.jsonl", leave_out=["note"])
+    rows: list[dict[str, Any]] = [{"prompt": "1 + 1", "note": note} for note in ("a", object())]
+    for by_row, identity in ((False, "1 + 1"), (True, {"prompt": "1 + 1"})):
+        for row in rows:
+            assert identity_of(options, row, "row 1", by_row=by_row) == identity
 
 
 def test_a_task_that_draws_slowly_is_not_drawn_to_the_end() -> None:
