@@ -5,7 +5,8 @@
     a minute after the run's end, when both have all of it ─▶ give_up: the stream is empty
 
 A runner records the events of its run as they come. If it was killed, :func:`record_rest` records
-the remaining events when the run is concluded.
+the remaining events when the run is concluded. A worker that outlives its run may emit events after
+that: :func:`give_up` records them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Self
 from orchestration.history.events_file import MetricsFile, newest_id
 from orchestration.history.totals import RecordedTotals, RunTotals
 from orchestration.state.documents import TOTALS
+from orchestration.state.lock import RunLocked, lock_run
 from pipeline.data.events import Event, order
 from pipeline.index.client import Index
 
@@ -85,14 +87,23 @@ async def record_rest(index: Index, path: Path) -> None:
 
 
 async def give_up(index: Index, path: Path) -> bool:
-    """Remove the events of an ended run from the index.
+    """Record what came after the end of an ended run, and remove its events from the index.
 
-    Returns False, and removes nothing, where the file at ``path`` or the totals lack one of them.
+    Returns False, and removes nothing, where the file at ``path`` lacks events that were recorded,
+    and while another process executes the run. Raises OSError when the disk takes no more.
     """
     recorded, (_, newest) = await recorded_totals(index), await index.event_ends()
-    if not recorded.file or order(recorded.after) < order(newest):
+    if not recorded.file:
         return False
     if order(await asyncio.to_thread(newest_id, path)) < order(recorded.file):
         return False
+    if order(recorded.after) < order(newest):
+        try:
+            with lock_run(path.parent):
+                await record_rest(index, path)
+        except RunLocked:
+            return False
+        recorded = await recorded_totals(index)
+        newest = recorded.after
     await index.give_events_up(newest, recorded.file)
     return True

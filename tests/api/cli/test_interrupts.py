@@ -149,8 +149,9 @@ def test_a_paused_run_goes_on_from_another_terminal(tmp_path: Path) -> None:
     text = "".join(output)
     assert process.returncode == 130, text
     assert checkpoint.latest(tmp_path / "run" / "checkpoints") is not None, text
-    assert asked("resume").startswith("1 "), "it is not alive"
-    assert "goes on with one that has ended" in asked("resume")
+    refused = asked("resume")
+    assert refused.startswith("1 "), "it is not alive"
+    assert f"`asyncdock resume {tmp_path}/run` goes on with it" in refused
 
 
 def test_a_command_that_is_killed_before_its_last_events_were_written_is_resumed_to_its_end(

@@ -3,14 +3,18 @@ kills."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+
+import psutil
 
 from api.telemetry.history import History
 from orchestration.history.events_file import METRICS, newest_id, read_metrics
 from orchestration.history.totals import RunTotals
+from orchestration.state.lock import lock_run
 from orchestration.state.recording import give_up, recorded_totals
 from orchestration.state.registry import RunRecord
-from pipeline.data.events import Event, order
+from pipeline.data.events import Event, WorkerEvent, order
 from pipeline.index.client import Index
 from tests.orchestration.runs import MOCK, recipe
 from tests.orchestration.service.test_agent import ENDLESS, INLINE, PROCESSES, die, running
@@ -24,14 +28,24 @@ def totals_of(events: list[Event]) -> RunTotals:
     return totals
 
 
+async def workers_ended(service: Service, run: str) -> None:
+    """Wait for the end of the worker processes of ``run``: the last of its events."""
+    processes = totals_of(await service.events(run)).processes
+    async with asyncio.timeout(60):
+        while any(  # noqa: ASYNC110  (they are no children of ours, and wake nobody)
+            psutil.pid_exists(process) for _, process in processes.values()
+        ):
+            await asyncio.sleep(0.1)
+
+
 async def given_up(service: Service, record: RunRecord) -> list[Event]:
     """Have the index give up the events of the ended run; those that it had."""
     assert [run.id for run in await service.registry.whole(0.0, 100)] == [record.id]
     events = await service.events(record.id)
     path = Path(record.folder) / METRICS
     async with Index(service.registry.link, record.id) as index:
-        assert (await recorded_totals(index)).totals.wire() == totals_of(events).wire()
         assert await give_up(index, path)
+        assert (await recorded_totals(index)).totals.wire() == totals_of(events).wire()
         assert await index.event_ends() == ("0", "0")
         assert order(await index.last_event_id()) >= order(newest_id(path))
         assert await give_up(index, path), "once more, after a kill"
@@ -74,7 +88,22 @@ async def test_what_a_killed_runner_has_not_recorded_is_recorded_by_who_ends_the
         die(process)
         record = await service.ended(run)
         assert record.state == "failed"
+        await workers_ended(service, run)
         await given_up(service, record)
+
+
+async def test_what_a_worker_says_after_the_end_of_its_run_is_recorded(tmp_path: Path) -> None:
+    async with running(tmp_path, INLINE) as (service, run):
+        record = await service.ended(run)
+        folder = Path(record.folder)
+        async with Index(service.registry.link, run) as index:
+            assert (await recorded_totals(index)).after == (await index.event_ends())[1]
+            await index.emit(WorkerEvent(stage="update", worker="update-0", change="stopped"))
+            with lock_run(folder):
+                assert not await give_up(index, folder / METRICS), "another process executes it"
+        late = (await given_up(service, record))[-1]
+        assert late.data["change"] == "stopped"
+        assert late.id in [event.id for event in service.metrics(record)]
 
 
 async def test_a_runner_that_takes_over_counts_nothing_twice(tmp_path: Path) -> None:
