@@ -24,7 +24,6 @@ from orchestration.recipe.checks import machine
 from orchestration.recipe.checks.examples import prompt_sources
 from orchestration.recipe.loading.load import load_recipe, parse_recipe
 from orchestration.recipe.problems import RecipeError
-from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
 from stages import device_names
 from stages.model.load import tiny_tokenizer
@@ -511,25 +510,34 @@ def test_a_request_has_no_file_read_that_the_operator_does_not_allow(tmp_path: P
     assert refused(outside) == ["lies outside of what this server reads"]
 
 
+class HeldReading(Reading):
+    """It waits at its first row until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(rows=10**9, nbytes=10**12, seconds=600)
+        self.begun = threading.Event()
+
+    def spend(self, *, rows: int = 0, nbytes: int = 0) -> bool:
+        self.begun.set()
+        assert self.stop.wait(60)
+        return super().spend(rows=rows, nbytes=nbytes)
+
+
 def test_a_check_of_a_request_can_be_ended_from_another_thread(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 3_000_000)
+    rows = 1000
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * rows)
     code = frozenset({"tests.orchestration.scores:early_letters"})
     settings = Settings(data=tmp_path, roots=(tmp_path,), allow_rewards=code)
-    stop = threading.Event()
-    reading = Reading(rows=10**9, nbytes=10**12, seconds=600, stop=stop)
-    done: list[Recipe] = []
+    reading = HeldReading()
     checking = threading.Thread(
-        target=lambda: done.append(accept(settings, of_rows("rows.jsonl"), {}, reading))
+        target=accept, args=(settings, of_rows("rows.jsonl"), {}, reading), daemon=True
     )
     checking.start()
-    deadline = time.monotonic() + 60
-    while reading.rows == 10**9:  # it has not begun to read
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    stop.set()
+    assert reading.begun.wait(60)
+    reading.stop.set()
     checking.join(60)
     assert not checking.is_alive()
-    assert reading.rows > 10**9 - 3_000_000, "it has read on to the end"
+    assert reading.rows > 10**9 - rows, "it has read on to the end"
 
 
 def test_a_check_by_default_reads_a_bounded_part(tmp_path: Path) -> None:
