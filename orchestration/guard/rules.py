@@ -103,7 +103,10 @@ BRANCHING = Rule(
     limit=0.9,
 )
 TRENDS = (
-    *(Rule(f"gap_mean_{age}", _STALE, floor=0.25, log=True, beyond=0.05) for age in (1, 2, 3, 4)),
+    *(
+        Rule(f"gap_mean_{age}", _STALE, floor=0.25, log=True, beyond=0.05, steps=3)
+        for age in (1, 2, 3, 4)
+    ),
     Rule(
         "entropy",
         "The policy's distribution over the next token has changed at once. Falling: collapse; "
@@ -111,7 +114,7 @@ TRENDS = (
         "look at grad_norm, the gap, the last checkpoint.",
         way="both",
         floor=0.15,
-        steps=3,
+        steps=5,
     ),
     Rule(
         "ess",
@@ -119,8 +122,8 @@ TRENDS = (
         "the gap by staleness, pipeline.staleness, algorithm.options.max_ratio and correction.",
         way="down",
         floor=0.06,
-        limit=0.1,
-        steps=5,
+        limit=0.05,
+        steps=10,
     ),
     Rule(
         "clip_fraction",
@@ -135,7 +138,7 @@ TRENDS = (
         "weight_low, weight_high.",
         floor=0.05,
         limit=0.9,
-        steps=5,
+        steps=10,
     ),
     Rule(
         "kl_reference",

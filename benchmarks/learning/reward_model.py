@@ -1,0 +1,118 @@
+"""Train a reward model on preference pairs: a sequence classifier with one label, for the recipe
+``judge``.
+
+    python -m benchmarks.learning.reward_model --out reward-model
+    python -m benchmarks.learning.trials judge --over seed=0 --set reward.processes=1 \\
+      --set 'reward.functions=[{name="reward_model", options={model="reward-model"}}]'
+
+    pairs ─▶ classifier on the base model ─▶ -log sigmoid(chosen - rejected) ─▶ DIR
+                                             held-out pairs ─▶ accuracy
+
+The loss is that of Bradley and Terry, as in InstructGPT (arXiv 2203.02155, equation 1). The pairs are
+those of the recipe ``preferences`` by default: they prefer short answers.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import harness
+
+if TYPE_CHECKING:
+    import torch
+
+PAIRS = Path(__file__).resolve().parents[2] / "recipes" / "data" / "preferences.jsonl"
+
+
+def margin(tokenizer: Any, classifier: Any, pair: dict[str, str]) -> torch.Tensor:
+    """The difference of the scores of the chosen and the rejected response: float, 0-d."""
+    import torch
+
+    chosen, rejected = (
+        tokenizer.apply_chat_template(
+            [
+                {"role": "user", "content": pair["prompt"]},
+                {"role": "assistant", "content": pair[which]},
+            ],
+            return_dict=False,
+        )
+        for which in ("chosen", "rejected")
+    )
+    scores = [classifier(torch.tensor([ids])).logits[0, 0] for ids in (chosen, rejected)]
+    return scores[0] - scores[1]
+
+
+def accuracy(tokenizer: Any, classifier: Any, pairs: list[dict[str, str]]) -> float:
+    """The share of ``pairs`` whose chosen response has the higher score."""
+    import torch
+
+    with torch.inference_mode():
+        return statistics.fmean(bool(margin(tokenizer, classifier, pair) > 0) for pair in pairs)
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--base", default="smollm2", help="a checkpoint's folder, or smollm2")
+    parser.add_argument("--pairs", type=Path, default=PAIRS, help="JSON lines, as of `preferences`")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the reward model")
+    parser.add_argument("--held-out", type=float, default=0.2, help="share of the pairs")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4, help="pairs of an optimizer step")
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+
+    import torch
+    from torch.nn.functional import logsigmoid
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from stages.model.load import model_folder
+
+    torch.manual_seed(options.seed)
+    base = model_folder(options.base)
+    tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=1, dtype=torch.float32, local_files_only=True
+    )
+    pairs = [json.loads(line) for line in options.pairs.read_text().splitlines()]
+    order = random.Random(options.seed)
+    order.shuffle(pairs)
+    held_out = pairs[: round(len(pairs) * options.held_out)]
+    trained = pairs[len(held_out) :]
+    before = accuracy(tokenizer, classifier, held_out)
+    optimizer = torch.optim.AdamW(classifier.parameters(), lr=options.learning_rate)
+    losses = []
+    for epoch in range(options.epochs):
+        order.shuffle(trained)
+        for at in range(0, len(trained), options.batch):
+            batch = trained[at : at + options.batch]
+            loss = -torch.stack(
+                [logsigmoid(margin(tokenizer, classifier, pair)) for pair in batch]
+            ).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        print(
+            f"epoch {epoch + 1}: loss {statistics.fmean(losses[-len(trained) // options.batch :]):.3f}"
+        )
+    result = {
+        "trained_pairs": len(trained),
+        "held_out_pairs": len(held_out),
+        "accuracy_before": before,
+        "accuracy": accuracy(tokenizer, classifier, held_out),
+        "losses": losses,
+    }
+    print(f"held-out pairs that are ranked right: {before:.2f} → {result['accuracy']:.2f}")
+    classifier.save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
+    if options.json:
+        options.json.write(result)
+
+
+if __name__ == "__main__":
+    main()
