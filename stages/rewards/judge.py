@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stages.tasks.tasks import Completions, json_text, text
@@ -95,24 +95,66 @@ def reward_model(
     model: list[str],
     device: list[str] | None = None,
     max_tokens: list[int] | None = None,
+    token_budget: list[int] | None = None,
 ) -> list[float]:
     """Return the logits of a sequence classifier with one label, as reward models are stored.
 
     ``model``: its folder. ``device``: such as ``"cuda:1"`` (default: ``"cpu"``). ``max_tokens``: a
-    longer conversation is cut at its beginning (default: 4096). Each process of ``reward.processes``
-    loads the model once. Raises ValueError for a classifier with several labels.
+    longer conversation is cut at its beginning (default: 4096). ``token_budget``: most tokens of
+    one forward pass, with padding (default: 4096). Each process of ``reward.processes`` loads the
+    model once. Raises ValueError for a classifier with several labels.
     """
+    rows: dict[tuple[str, str, int], dict[int, list[int]]] = {}
+    for at, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        where = device[at] if device else "cpu"
+        most = max_tokens[at] if max_tokens else 4096
+        budget = token_budget[at] if token_budget else 4096
+        tokenizer, _ = _load_classifier(model[at], where)
+        ids = _conversation_ids(tokenizer, prompt, completion)[-most:]
+        rows.setdefault((model[at], where, budget), {})[at] = ids
+    scores: dict[int, float] = {}
+    for (path, where, budget), conversations in rows.items():
+        _, classifier = _load_classifier(path, where)
+        for batch in _batches(conversations, budget if _pads(classifier) else 1):
+            logits = _logits(classifier, [conversations[at] for at in batch])
+            scores.update(zip(batch, logits, strict=True))
+    return [scores[at] for at in range(len(scores))]
+
+
+def _pads(classifier: Any) -> bool:
+    """Whether ``classifier`` finds the last token of a padded row; without a padding token a
+    classifier on a causal model does not."""
+    return classifier.config.get_text_config().pad_token_id is not None
+
+
+def _batches(conversations: Mapping[int, Sequence[int]], budget: int) -> Iterator[list[int]]:
+    """Yield the keys of ``conversations`` by length, as many as have ``budget`` tokens when they
+    are padded to the longest; at least one."""
+    batch: list[int] = []
+    for at in sorted(conversations, key=lambda at: len(conversations[at])):
+        if batch and (len(batch) + 1) * len(conversations[at]) > budget:
+            yield batch
+            batch = []
+        batch.append(at)
+    if batch:
+        yield batch
+
+
+def _logits(classifier: Any, conversations: Sequence[list[int]]) -> list[float]:
+    """Return the logit of each conversation; shorter ones are padded at their end, and masked."""
     import torch
 
-    scores = []
-    for at, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        tokenizer, classifier = _load_classifier(model[at], device[at] if device else "cpu")
-        most = max_tokens[at] if max_tokens else 4096
-        ids = _conversation_ids(tokenizer, prompt, completion)[-most:]
-        with torch.inference_mode():
-            logits = classifier(torch.tensor([ids], device=classifier.device)).logits
-        scores.append(float(logits[0, 0]))
-    return scores
+    longest = max(map(len, conversations))
+    pad = classifier.config.get_text_config().pad_token_id or 0
+    padded = [ids + [pad] * (longest - len(ids)) for ids in conversations]
+    mask = [[1] * len(ids) + [0] * (longest - len(ids)) for ids in conversations]
+    with torch.inference_mode():
+        output = classifier(
+            torch.tensor(padded, device=classifier.device),
+            attention_mask=torch.tensor(mask, device=classifier.device),
+        )
+    logits: list[float] = output.logits[:, 0].tolist()
+    return logits
 
 
 @functools.lru_cache(maxsize=4)

@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 
 from stages.model.load import load_tokenizer
-from stages.rewards.judge import FORM, RUBRIC, grade_of, judge, reward_model
+from stages.rewards.judge import FORM, RUBRIC, _batches, grade_of, judge, reward_model
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -120,6 +120,46 @@ def test_a_reward_model_scores_the_conversation_as_its_template_writes_it(tmp_pa
     with torch.no_grad():
         last = tokenizer("bb", add_special_tokens=False).input_ids[-2:]
         assert cut == [pytest.approx(float(model(torch.tensor([last])).logits), abs=1e-6)]
+
+
+@pytest.mark.parametrize("padding", [None, "<pad>", "the last token"])
+def test_conversations_of_one_pass_have_the_scores_of_single_ones(
+    padding: str | None, tmp_path: Path
+) -> None:
+    """Also where the token of the padding is the last one of a conversation, and where none is."""
+    model, tokenizer = classifier_in(tmp_path, 1, CHAT)
+    last = tokenizer("b", add_special_tokens=False).input_ids[-1]
+    pads = {None: None, "<pad>": 0, "the last token": last}
+    model.config.pad_token_id = pads[padding]
+    model.save_pretrained(tmp_path)
+    answers = ["bb", "a much longer one", "", "ab", "a", "one more that is long"]
+    path = [str(tmp_path)] * len(answers)
+    single = [reward_model(["ab="], [answer], path[:1])[0] for answer in answers]
+    assert len(set(single)) > 3
+    for budget in (1, 40, 4096):
+        together = reward_model(["ab="] * len(answers), answers, path, token_budget=[budget] * 6)
+        assert together == pytest.approx(single, abs=1e-6)
+
+
+def test_an_encoder_scores_conversations_of_one_pass_as_single_ones(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(tokenizer), num_hidden_layers=1, num_labels=1, **sizes)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    answers = ["bb", "a much longer one", "ab"]
+    path = [str(tmp_path)] * len(answers)
+    single = [reward_model(["ab="], [answer], path[:1])[0] for answer in answers]
+    assert reward_model(["ab="] * 3, answers, path) == pytest.approx(single, abs=1e-6)
+
+
+def test_a_pass_has_no_more_tokens_than_its_budget() -> None:
+    lengths = {0: 9, 1: 3, 2: 4, 3: 40, 4: 3}
+    rows = {at: [0] * length for at, length in lengths.items()}
+    assert list(_batches(rows, 20)) == [[1, 4, 2], [0], [3]]
 
 
 def test_a_classifier_with_several_labels_is_no_reward_model(tmp_path: Path) -> None:
