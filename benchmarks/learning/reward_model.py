@@ -3,7 +3,7 @@
 
     python -m benchmarks.learning.reward_model --out reward-model
     python -m benchmarks.learning.trials judge --over seed=0 --set reward.processes=1 \\
-      --set 'reward.functions=[{name="reward_model", options={model="reward-model"}}]'
+      --set "reward.functions=[{name='reward_model', options={model='$PWD/reward-model'}}]"
 
     pairs ─▶ classifier on the base model ─▶ -log sigmoid(chosen - rejected) ─▶ DIR
                                              held-out pairs ─▶ accuracy
