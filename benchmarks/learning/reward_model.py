@@ -8,8 +8,8 @@
     pairs ─▶ classifier on the base model ─▶ -log sigmoid(chosen - rejected) ─▶ DIR
                                              held-out pairs ─▶ accuracy
 
-The loss is that of Bradley and Terry, as in InstructGPT (arXiv 2203.02155, equation 1). The pairs are
-those of the recipe ``preferences`` by default: they prefer short answers.
+The loss is that of Bradley and Terry, as in InstructGPT (arXiv 2203.02155, equation 1). By default
+the pairs are those of the recipe ``preferences``, which prefer short answers.
 """
 
 from __future__ import annotations
@@ -86,20 +86,19 @@ def main() -> None:
     before = accuracy(tokenizer, classifier, held_out)
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=options.learning_rate)
     losses = []
-    for epoch in range(options.epochs):
+    for epoch in range(1, options.epochs + 1):
         order.shuffle(trained)
+        of_epoch = []
         for at in range(0, len(trained), options.batch):
             batch = trained[at : at + options.batch]
-            loss = -torch.stack(
-                [logsigmoid(margin(tokenizer, classifier, pair)) for pair in batch]
-            ).mean()
+            margins = torch.stack([margin(tokenizer, classifier, pair) for pair in batch])
+            loss = -logsigmoid(margins).mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
-        print(
-            f"epoch {epoch + 1}: loss {statistics.fmean(losses[-len(trained) // options.batch :]):.3f}"
-        )
+            of_epoch.append(loss.item())
+        losses += of_epoch
+        print(f"epoch {epoch}: loss {statistics.fmean(of_epoch):.3f}")
     result = {
         "trained_pairs": len(trained),
         "held_out_pairs": len(held_out),
