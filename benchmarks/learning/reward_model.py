@@ -29,7 +29,7 @@ PAIRS = Path(__file__).resolve().parents[2] / "recipes" / "data" / "preferences.
 
 
 def margin(tokenizer: Any, classifier: Any, pair: dict[str, str]) -> torch.Tensor:
-    """The difference of the scores of the chosen and the rejected response: float, 0-d."""
+    """Return the score of the chosen response less that of the rejected one: float, 0-d."""
     import torch
 
     chosen, rejected = (
@@ -47,7 +47,7 @@ def margin(tokenizer: Any, classifier: Any, pair: dict[str, str]) -> torch.Tenso
 
 
 def accuracy(tokenizer: Any, classifier: Any, pairs: list[dict[str, str]]) -> float:
-    """The share of ``pairs`` whose chosen response has the higher score."""
+    """Return the share of ``pairs`` whose chosen response has the higher score."""
     import torch
 
     with torch.inference_mode():
@@ -65,6 +65,16 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    pairs = [json.loads(line) for line in options.pairs.read_text().splitlines()]
+    order = random.Random(options.seed)
+    order.shuffle(pairs)
+    held_out = pairs[: round(len(pairs) * options.held_out)]
+    trained = pairs[len(held_out) :]
+    if not held_out or not trained:
+        parser.error(
+            f"--held-out: {options.held_out} of {len(pairs)} pairs leaves {len(trained)} to train on "
+            f"and {len(held_out)} to judge by; give a share that leaves both"
+        )
 
     import torch
     from torch.nn.functional import logsigmoid
@@ -78,11 +88,6 @@ def main() -> None:
     classifier = AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=1, dtype=torch.float32, local_files_only=True
     )
-    pairs = [json.loads(line) for line in options.pairs.read_text().splitlines()]
-    order = random.Random(options.seed)
-    order.shuffle(pairs)
-    held_out = pairs[: round(len(pairs) * options.held_out)]
-    trained = pairs[len(held_out) :]
     before = accuracy(tokenizer, classifier, held_out)
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=options.learning_rate)
     losses = []

@@ -59,6 +59,10 @@ async def test_a_run_that_ends_between_two_looks_is_read_on(index_url: str, tmp_
         assert again.started > before.ended
         assert again.former_seconds == pytest.approx(before.ended - before.started)
     finally:
-        run.send_signal(signal.SIGINT)  # a killed one would leave its shared memory
-        await asyncio.to_thread(run.wait, 60)
-        await folders.close()
+        try:
+            run.send_signal(signal.SIGINT)  # a killed one would leave its shared memory
+            await asyncio.to_thread(run.wait, 60)
+        finally:
+            run.kill()
+            run.wait()
+            await folders.close()
