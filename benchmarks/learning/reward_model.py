@@ -72,8 +72,8 @@ def main() -> None:
     trained = pairs[len(held_out) :]
     if not held_out or not trained:
         parser.error(
-            f"--held-out: {options.held_out} of {len(pairs)} pairs leaves {len(trained)} to train on "
-            f"and {len(held_out)} to judge by; give a share that leaves both"
+            f"--held-out: {options.held_out} of {len(pairs)} pairs leaves {len(trained)} to train "
+            f"on and {len(held_out)} to judge by; give a share that leaves both"
         )
 
     import torch
