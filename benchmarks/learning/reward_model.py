@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import harness
+from stages.rewards.judge import conversation_ids
 
 if TYPE_CHECKING:
     import torch
@@ -33,21 +34,14 @@ def margin(tokenizer: Any, classifier: Any, pair: dict[str, str]) -> torch.Tenso
     import torch
 
     chosen, rejected = (
-        tokenizer.apply_chat_template(
-            [
-                {"role": "user", "content": pair["prompt"]},
-                {"role": "assistant", "content": pair[which]},
-            ],
-            return_dict=False,
-        )
+        classifier(torch.tensor([conversation_ids(tokenizer, pair["prompt"], pair[which])]))
         for which in ("chosen", "rejected")
     )
-    scores = [classifier(torch.tensor([ids])).logits[0, 0] for ids in (chosen, rejected)]
-    return scores[0] - scores[1]
+    return chosen.logits[0, 0] - rejected.logits[0, 0]
 
 
 def accuracy(tokenizer: Any, classifier: Any, pairs: list[dict[str, str]]) -> float:
-    """Return the share of ``pairs`` whose chosen response has the higher score."""
+    """Return the share of ``pairs`` in which the chosen response has the higher score."""
     import torch
 
     with torch.inference_mode():

@@ -223,8 +223,8 @@ def _begun(run: str, folder: Path) -> RunRecord:
 
 
 def _live(run: str, folder: Path) -> RunRecord:
-    """Return the record of a run whose command is alive. The command writes WHERE when a run begins
-    or resumes."""
+    """Return the record of a run that a live command executes. The command writes WHERE when it
+    begins or resumes the run."""
     record = _begun(run, folder)
     with contextlib.suppress(OSError):
         started = (folder / WHERE).stat().st_mtime

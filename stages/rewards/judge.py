@@ -110,7 +110,7 @@ def reward_model(
         most = max_tokens[at] if max_tokens else 4096
         budget = token_budget[at] if token_budget else 4096
         tokenizer, _ = _load_classifier(model[at], where)
-        ids = _conversation_ids(tokenizer, prompt, completion)[-most:]
+        ids = conversation_ids(tokenizer, prompt, completion)[-most:]
         rows.setdefault((model[at], where, budget), {})[at] = ids
     scores: dict[int, float] = {}
     for (path, where, budget), conversations in rows.items():
@@ -122,8 +122,8 @@ def reward_model(
 
 
 def _pads(classifier: Any) -> bool:
-    """Whether ``classifier`` finds the last token of a padded row; without a padding token a
-    classifier on a causal model does not."""
+    """Return whether ``classifier`` takes padded rows: with no padding token, one on a causal model
+    cannot find the last token of a row."""
     return classifier.config.get_text_config().pad_token_id is not None
 
 
@@ -174,7 +174,7 @@ def _load_classifier(path: str, device: str) -> tuple[Any, Any]:
     return tokenizer, classifier.eval().to(device)
 
 
-def _conversation_ids(
+def conversation_ids(
     tokenizer: Any, prompt: str | list[dict[str, Any]], completion: Any
 ) -> list[int]:
     """Return the tokens of a conversation: by the chat template, where there is one."""
