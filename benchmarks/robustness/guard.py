@@ -137,10 +137,10 @@ class Judged:
                 alarms += guard.observe(data)
         return cls(folder.name, recipe.train.groups_per_step, rewards, alarms)
 
-    def collapse(self, **options: float) -> int | None:
-        """Return the step at which the reward collapsed (:func:`~benchmarks.learning.map.collapse`,
-        with its ``options``); None: it did not."""
-        return collapse(self.rewards, window_of(self.groups), **options)
+    def collapse(self) -> int | None:
+        """Return the step at which the reward collapsed (:func:`~benchmarks.learning.map.collapse`
+        in means of as many groups as the map's); None: it did not."""
+        return collapse(self.rewards, window_of(self.groups))
 
     def until(self, step: int | None) -> list[str]:
         """The metrics that had an alarm at ``step`` or before; None: at any step."""
@@ -149,12 +149,12 @@ class Judged:
 
 def summary(runs: Sequence[Judged]) -> Iterator[str]:
     """Yield a table of how many of the recorded runs have alarms: of those that collapsed, of those
-    that lost a quarter of a gain of 0.2 or more, and of the others."""
+    that lost a quarter of a gain of 0.2 or more, in means of ten steps, and of the others."""
     kinds = dict[str, list[tuple[Judged, int | None]]]()
     for run in runs:
         if (at := run.collapse()) is not None:
             kinds.setdefault("collapsed: until then", []).append((run, at))
-        elif run.collapse(least=0.2, lost=0.25) is not None:
+        elif collapse(run.rewards, least=0.2, lost=0.25) is not None:
             kinds.setdefault("fell by a quarter", []).append((run, None))
         else:
             kinds.setdefault("others", []).append((run, None))

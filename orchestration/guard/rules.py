@@ -122,7 +122,7 @@ TRENDS = (
         "the gap by staleness, pipeline.staleness, algorithm.options.max_ratio and correction.",
         way="down",
         floor=0.06,
-        limit=0.05,
+        limit=0.02,
         steps=10,
     ),
     Rule(
@@ -156,6 +156,7 @@ TRENDS = (
         way="both",
         floor=0.1,
         log=True,
+        steps=3,
     ),
     Rule(
         "grad_norm",

@@ -92,7 +92,13 @@ def test_a_metric_that_goes_wrong_is_one_alarm_at_its_first_step(
 
 @pytest.mark.parametrize(
     "single",
-    [{"ess": 0.3}, {"clip_fraction": 0.7}, {"mask_fraction": 0.95}, {"grad_norm": 30.0}],
+    [
+        {"ess": 0.3},
+        {"clip_fraction": 0.7},
+        {"mask_fraction": 0.95},
+        {"grad_norm": 30.0},
+        {"response_length_mean": 900.0},
+    ],
 )
 def test_a_single_step_far_off_is_no_alarm(single: dict[str, float]) -> None:
     """A few tokens carry it, and the gradient is clipped."""
@@ -101,6 +107,18 @@ def test_a_single_step_far_off_is_no_alarm(single: dict[str, float]) -> None:
         alarms(step(number, **(single if number % 10 == 9 else usual)) for number in range(40))
         == []
     )
+
+
+@pytest.mark.parametrize(
+    ("metric", "borne", "past"), [("ess", 0.04, 0.01), ("mask_fraction", 0.88, 0.93)]
+)
+def test_a_metric_that_was_always_past_its_limit_is_an_alarm(
+    metric: str, borne: float, past: float
+) -> None:
+    """Nothing changes, so no trend says it."""
+    assert alarms(step(number, **{metric: borne}) for number in range(40)) == []
+    (alarm,) = alarms(step(number, **{metric: past}) for number in range(40))
+    assert alarm.metric == metric
 
 
 @settings(deadline=None, max_examples=20)

@@ -127,7 +127,7 @@ async def test_a_supervisor_that_follows_another_repeats_no_alarm_and_forgets_no
     for _ in range(2):
         await watch(index).begin()
     await index.emit(step(13, kl_reference=9.0))
-    await index.emit(step(14, kl_reference=0.2, response_length_mean=5.0))
+    await index.emit(step(14, kl_reference=0.2, gap_mean_0=0.01))
     last = watch(index)
     await last.begin()
     found = await alarms_in(index)
@@ -135,7 +135,7 @@ async def test_a_supervisor_that_follows_another_repeats_no_alarm_and_forgets_no
         ("kl_reference", 12),
         ("distinct_responses", 13),
         ("kl_reference", 14),  # step 13 was usual in between
-        ("response_length_mean", 15),
+        ("gap_mean_0", 15),
     ]
 
 
@@ -206,9 +206,7 @@ async def test_a_resumed_run_goes_on_with_the_windows_of_its_steps(
     read."""
     sizes = list[int]()
     events = list[Event]()
-    steps = [
-        step(number, response_length_mean=5.0 if number < 5000 else 99.0) for number in range(6000)
-    ]
+    steps = [step(number, kl_reference=9.0 if number < 5000 else 0.2) for number in range(6000)]
     recorded(tmp_path / METRICS, steps)
     await index.emit(WorkerEvent(stage="rollout", worker="rollout-0", change="started"))
 
@@ -226,8 +224,8 @@ async def test_a_resumed_run_goes_on_with_the_windows_of_its_steps(
     assert sum(event.kind == "step" for event in events) < 5000
     assert windows(resumed.guard) == about(after(steps))
     assert await alarms_in(index) == []
-    await index.emit(step(6000, response_length_mean=5.0))
-    with pytest.raises(GuardFailed, match=f"guard: step 6001: {words('response_length_mean')}"):
+    await index.emit(step(6000, kl_reference=9.0))
+    with pytest.raises(GuardFailed, match=f"guard: step 6001: {words('kl_reference')}"):
         await resumed.catch_up()
 
 
@@ -259,15 +257,13 @@ async def test_a_run_that_another_runner_takes_over_keeps_its_windows(
 async def test_a_run_that_was_rewound_forgets_the_steps_that_it_makes_again(
     index: Index, tmp_path: Path, in_file: str
 ) -> None:
-    steps = [
-        step(number, response_length_mean=99.0 if number < 20 else 5.0) for number in range(30)
-    ]
+    steps = [step(number, kl_reference=0.2 if number < 20 else 9.0) for number in range(30)]
     for data in steps:
         await index.emit(data)
     first = watch(index)
     await first.begin()
     (alarm,) = await alarms_in(index)
-    assert alarm == ("response_length_mean", 21)
+    assert alarm == ("kl_reference", 21)
     await index.emit(
         WorkerEvent(stage="runner", worker="runner-0", change="rewound", version=20, reason="lost")
     )
@@ -278,7 +274,7 @@ async def test_a_run_that_was_rewound_forgets_the_steps_that_it_makes_again(
     rewound = watch(index, "warn", None if in_file == "nothing" else tmp_path)
     await rewound.begin()
     assert windows(rewound.guard) == about(after(steps[:20]))
-    await index.emit(step(20, response_length_mean=5.0))
+    await index.emit(step(20, kl_reference=9.0))
     await rewound.catch_up()
     assert await alarms_in(index) == [alarm, alarm], "it is unusual again"
 
