@@ -71,6 +71,25 @@ def take(path: Path, *, wait: float = 0.0) -> BinaryIO:
     return cast(BinaryIO, file)
 
 
+def is_held(path: Path) -> bool:
+    """Return whether a process holds the lock file ``path``.
+
+    Neither makes the file nor holds the lock against others that look; one that takes the lock at
+    this very moment has to try again. Raises OSError when it cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _acquire(descriptor: int, path: Path, wait: float) -> None:
     began = time.monotonic()
     silent = True

@@ -175,7 +175,7 @@ class RunFolder:
         )
         async for attempt in attempts:
             with attempt:
-                self._lock = self._lock or lock_run(self.path)
+                self._lock = self._lock or lock_run(self.path, wait=0.0)
 
     def prepare_store(self) -> None:
         """Check that checkpoints can be copied to ``checkpoint.url``, and copy there the one that

@@ -14,7 +14,7 @@ from typing import TypeVar
 import structlog
 
 from orchestration.history.events_file import METRICS, newest_events
-from orchestration.state.lock import RunLocked, lock_run
+from orchestration.state.lock import is_executed
 from orchestration.state.paths import WHERE, shared_of
 from orchestration.state.recording import record_rest
 from orchestration.state.registry import Registry
@@ -37,13 +37,10 @@ async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> t
     its index. Raises NoneAlive when no command does, and LookupError for a run of a service."""
     try:
         where = json.loads((folder / WHERE).read_text())
-        lock_run(folder).close()
-    except RunLocked:
-        pass
+        if not where["hosted"] and not is_executed(folder):
+            where = {}  # its command was killed
     except OSError:
         where = {}
-    else:
-        where = where if where["hosted"] else {}  # its command was killed
     if not where:
         raise NoneAlive(f"run: none is alive in {folder}{await asyncio.to_thread(_ending, folder)}")
     if where["hosted"]:

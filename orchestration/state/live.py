@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from orchestration.state.lock import RunLocked, lock_run
+from orchestration.state.lock import is_executed
 from orchestration.state.paths import WHERE
 
 
@@ -13,9 +13,6 @@ def live_index(folder: Path) -> dict[str, str] | None:
     """Return the index and the id of the run whose command goes on in ``folder``; else None."""
     try:
         where: dict[str, str] = json.loads((folder / WHERE).read_text())
-        lock_run(folder).close()
-    except RunLocked:
-        return where
+        return where if is_executed(folder) else None
     except (OSError, ValueError):
         return None
-    return None

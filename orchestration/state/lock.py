@@ -14,11 +14,12 @@ from typing import BinaryIO
 
 import structlog
 
-from pipeline.locks import Locked, take
+from pipeline.locks import Locked, is_held, take
 
 log = structlog.get_logger()
 
 LOCK = "run.lock"  # in the run's folder
+MOMENT = 0.5  # seconds for which others hold the lock who only look, or record late events
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of some network file systems
 
 
@@ -30,13 +31,14 @@ class RunLocked(RunError):
     """Another process executes the run; the message names it."""
 
 
-def lock_run(folder: Path) -> BinaryIO:
-    """Lock the run's folder ``folder`` until the returned file is closed.
+def lock_run(folder: Path, wait: float = MOMENT) -> BinaryIO:
+    """Lock the run's folder ``folder`` until the returned file is closed, waiting at most ``wait``
+    seconds.
 
     Raises RunLocked when another process, or another run in this one, holds the lock.
     """
     try:
-        return take(folder / LOCK)
+        return take(folder / LOCK, wait=wait)
     except Locked as held:
         fix = f"stop it first; if it is paused, `asyncdock runs resume {folder}` lets it go on"
         raise RunLocked(
@@ -51,6 +53,17 @@ def lock_run(folder: Path) -> BinaryIO:
             error=str(error),
         )
         return io.BytesIO()
+
+
+def is_executed(folder: Path) -> bool:
+    """Return whether a process executes the run in ``folder``. Raises OSError when its lock cannot
+    be read."""
+    try:
+        return is_held(folder / LOCK)
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        return False
 
 
 def _since(folder: Path) -> str:

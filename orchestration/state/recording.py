@@ -99,7 +99,7 @@ async def give_up(index: Index, path: Path) -> bool:
         return False
     if order(recorded.after) < order(newest):
         try:
-            with lock_run(path.parent):
+            with lock_run(path.parent, wait=0.0):
                 await record_rest(index, path)
         except RunLocked:
             return False

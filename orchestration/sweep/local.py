@@ -29,7 +29,7 @@ from orchestration.history.lines import event_of
 from orchestration.private_files import write_private
 from orchestration.processes.environment import importable
 from orchestration.recipe.problems import RecipeError
-from orchestration.state.lock import RunLocked, lock_run
+from orchestration.state.lock import is_executed
 from orchestration.state.paths import RECIPE
 from orchestration.streams import TIED
 from orchestration.sweep.checks import recipe_of
@@ -193,13 +193,11 @@ async def _is_free(folder: Path, stop: asyncio.Event) -> bool:
     first."""
     waits = False
     while folder.is_dir():  # noqa: ASYNC240
-        try:
-            lock_run(folder).close()
+        if not is_executed(folder):
             return True
-        except RunLocked as locked:
-            if not waits:
-                log.info("waiting for a run of the sweep to end", reason=str(locked))
-            waits = True
+        if not waits:
+            log.info("waiting for a run of the sweep to end", folder=str(folder))
+        waits = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
             return False

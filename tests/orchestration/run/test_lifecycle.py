@@ -8,7 +8,11 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from orchestration.state.live import live_index
 from orchestration.state.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.state.paths import WHERE
 from orchestration.workers.engines import rollout_engine, train_engine
@@ -90,6 +95,48 @@ def test_the_lock_of_a_killed_process_is_free_and_its_number_is_not_believed(
     assert RunFolder.create(recipe(MOCK), tmp_path).begins == 0, (
         "a folder with nothing but a lock file is empty"
     )
+
+
+@contextmanager
+def observed(folder: Path, every: float) -> Iterator[list[str | None]]:
+    """Have four threads look, each ``every`` seconds, which run goes on in ``folder``; what they
+    have seen."""
+    seen = list[str | None]()
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(every):
+            live = live_index(folder)
+            seen.append(live and live["run"])
+
+    with ThreadPoolExecutor(4) as pool:
+        looking = [pool.submit(look) for _ in range(4)]
+        try:
+            yield seen
+        finally:
+            ended.set()
+    for one in looking:
+        one.result()
+
+
+def test_those_who_look_whether_a_run_goes_on_disturb_neither_it_nor_one_another(
+    tmp_path: Path,
+) -> None:
+    """As several pages of a dashboard and a plot do, each second, while the run is resumed."""
+    where = {"index": "redis://127.0.0.1:1", "run": "tiny-1", "hosted": ""}
+    (tmp_path / WHERE).write_text(json.dumps(where))
+    assert live_index(tmp_path) is None
+    assert not (tmp_path / LOCK).exists(), "who looks makes no file"
+    lock_run(tmp_path).close()
+    with observed(tmp_path, every=0.0) as seen:
+        time.sleep(0.3)
+    assert set(seen) == {None}
+    with observed(tmp_path, every=0.001):
+        for _ in range(300):
+            lock_run(tmp_path).close()
+    with lock_run(tmp_path):
+        assert live_index(tmp_path) == where
+    assert live_index(tmp_path) is None
 
 
 async def test_a_service_s_live_run_is_not_resumed_here_even_between_two_runners(
