@@ -74,11 +74,16 @@ class FolderClient(Client):
         """Find the run's id. Raises NotShown where there is no run."""
         async for run in self.runs(limit=1):
             self._id = run.id
-        if not self._id:
-            raise NotShown(
-                f"run: {self._folder} cannot be read, as {self._path / RECIPE} is no recipe in "
-                f"JSON; put back the one that the run has written"
-            )
+        if self._id:
+            return
+        try:
+            (self._path / RECIPE).read_bytes()
+        except OSError as error:
+            raise NotShown(f"run: {self._folder} cannot be read: {error}") from None
+        raise NotShown(
+            f"run: {self._folder} cannot be read, as {self._path / RECIPE} is no recipe in "
+            f"JSON; put back the one that the run has written"
+        )
 
     def _run(self, run: str, subject: str = "") -> str:
         return super()._run(self._id if run == self._folder else run, subject)

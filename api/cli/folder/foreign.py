@@ -1,12 +1,14 @@
 """Checks of a run's folder that another user may have written, before a command reads it.
 
-another user's folder ─▶ resume: refused, as a resumed run executes what its recipe names
+another user's folder ─▶ refused where its recipe cannot be read, which may hold passwords
+                     └─▶ resume: refused, as a resumed run executes what its recipe names
 a pipe or a device in it ─▶ refused by its name: reading it would wait, or never end
 """
 
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 from pathlib import Path
 from typing import TypeVar
@@ -20,8 +22,12 @@ SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a de
 
 def run_folder(run: Named) -> Named:
     """Return ``run``; end the command where it is a folder with something in it that cannot be read
-    as a file. A callback of arguments that name the folder of a run."""
-    if run is None or not os.path.isdir(run):
+    as a file, or whose recipe another user alone can read. A callback of arguments that name the
+    folder of a run."""
+    if run is None:
+        return run
+    refuse_unreadable(Path(run))
+    if not os.path.isdir(run):
         return run
     for folder, _, names in os.walk(run):
         for name in names:
@@ -36,6 +42,32 @@ def run_folder(run: Named) -> Named:
                     f"at who put it there"
                 )
     return run
+
+
+def refuse_unreadable(run: Path) -> None:
+    """End the command where the recipe in the folder ``run`` may not be read by this user."""
+    recipe = run / "recipe.json"
+    try:
+        os.close(os.open(recipe, os.O_RDONLY | os.O_NONBLOCK))  # a pipe would be waited for
+    except PermissionError:
+        refuse(
+            f"run: {recipe} can be read by {_owner(run)} alone, as a recipe may hold passwords; "
+            f"give the command as that user. launch.readers opens a run's samples, metrics, logs "
+            f"and checkpoints to others, not its recipe and its index"
+        )
+    except OSError:
+        return  # is reported where it is read
+
+
+def _owner(path: Path) -> str:
+    try:
+        owner = path.stat().st_uid
+    except OSError:
+        return "its owner"
+    try:
+        return f"user {pwd.getpwuid(owner).pw_name}"
+    except KeyError:
+        return f"user {owner}"
 
 
 def refuse_anothers(run_dir: Path, trusted: bool) -> None:

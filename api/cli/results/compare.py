@@ -17,6 +17,7 @@ from rich.table import Table
 
 from api.cli.common.options import JsonOption
 from api.cli.common.output import print_json, refuse, table
+from api.cli.folder.foreign import refuse_unreadable
 from api.cli.service.asking import ServerOption, ask, is_run_folder
 from api.client.credentials import DEFAULT_SERVER
 from api.terminal.numbers import count, number
@@ -100,6 +101,7 @@ def results_of(runs: Sequence[str], server: str) -> list[RunResult]:
     results: dict[str, RunResult] = {}
     for run in dict.fromkeys(runs):
         path = Path(run)
+        refuse_unreadable(path)
         if not path.is_dir():
             result = ask(server, lambda client, run=run: result_of(client, run), run)  # type: ignore[misc]
             results[result.folder] = result

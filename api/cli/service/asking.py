@@ -22,6 +22,7 @@ import typer
 from api.cli.common.error_log import say_errors
 from api.cli.common.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
 from api.cli.common.output import advised, refuse
+from api.cli.folder.foreign import refuse_unreadable
 from api.client.credentials import (
     DEFAULT_SERVER,
     SERVER_VARIABLE,
@@ -115,11 +116,16 @@ def _client(
 
 
 def is_run_folder(run: str) -> bool:
+    """Return whether ``run`` is the folder of a run; end the command where its recipe may not be
+    read."""
+    refuse_unreadable(Path(run))
     return (Path(run) / "recipe.json").is_file()
 
 
 def refuse_no_folder(run: str) -> None:
     """End the command where ``run`` is a path and not the folder of a run."""
+    if run:
+        refuse_unreadable(Path(run))
     recipe = Path(run) / "recipe.json"  # a pipe there is refused by its name, by who reads it
     if run and Path(run).is_dir() and not recipe.exists():
         refuse(f"run: {run} has no recipe.json; {_meant(run, [])}")

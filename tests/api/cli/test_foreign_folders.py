@@ -4,12 +4,14 @@ them."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from typer.testing import CliRunner
 
 from api.cli import main as cli
+from api.client import NotShown, open_run
 from api.policy.handler import respond
 from api.schemas.completions import ChatRequest, CompletionRequest
 from api.server.http.problems import HTTPProblem
@@ -281,3 +284,56 @@ def test_a_pipe_in_a_run_is_named(ended: Path, tmp_path: Path, name: str) -> Non
         code, output = asyncdock(*command)
         assert code == 2, command
         assert f"{run / name} is a pipe, which no run has" in output, command
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    os.setegid(65534), os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0), os.setegid(0)
+
+
+ABOUT_A_RUN = ("samples", "why", "compare", "runs show", "runs stop", "runs fork", "resume")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's rights need root to be tried")
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+@pytest.mark.parametrize("command", [*ABOUT_A_RUN, "track", "export --to x", "dock status"])
+def test_a_run_whose_recipe_another_user_alone_can_read_is_said_to_be_that_user_s(
+    command: str, mode: int
+) -> None:
+    """It was "no recipe in JSON; put back the one that the run has written", or no run that is
+    alive."""
+    words = command.split()
+    folder = Path(tempfile.mkdtemp(prefix="others-"))
+    try:
+        folder.chmod(0o755)
+        run = folder / "run"
+        run.mkdir(mode=mode)
+        recipe_file = run / "recipe.json"
+        recipe_file.write_text(recipe(TINY).to_json())
+        recipe_file.chmod(0o600)
+        runner.invoke(cli.app, [*words, str(folder / "none")])  # imports what it needs
+        with as_nobody():
+            result = runner.invoke(cli.app, [*words, str(run)])
+    finally:
+        shutil.rmtree(folder)
+    assert result.exit_code == 2, result.output
+    if "not readable" not in result.output:  # what typer says of the folder itself
+        assert f"{recipe_file} can be read by user root alone" in result.output
+        assert "give the command as that user" in result.output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's rights need root to be tried")
+def test_a_run_that_may_not_be_read_is_no_damaged_one(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="others-"))
+    try:
+        folder.chmod(0o755)
+        (folder / "recipe.json").write_text(recipe(TINY).to_json())
+        (folder / "recipe.json").chmod(0o600)
+        with as_nobody(), pytest.raises(NotShown, match=r"cannot be read: .*Permission denied"):
+            open_run(folder).view  # noqa: B018
+    finally:
+        shutil.rmtree(folder)
