@@ -1,19 +1,22 @@
 """What becomes of each key of another trainer's configuration.
 
-YAML, or key=value in a script ─▶ read_settings ─▶ settings by dotted key
+YAML, or key=value in a script (script.py) ─▶ read_settings ─▶ settings by dotted key
 settings ─▶ rules of its trainer (trl.py, verl.py) ─▶ keys of a recipe, and what is left to do
+         ─▶ sound: what the recipe's own checks refuse becomes a remark
 """
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
+from orchestration.recipe.conversion import script
+
+# another key, in OmegaConf: ${a.key}, ${oc.select:a.key, default}
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,(.*))?\}", re.DOTALL)
 
 
 class NotConverted(ValueError):
@@ -36,9 +39,11 @@ class To:
 
 @dataclass(frozen=True)
 class By:
-    """A setting that becomes ``keys`` together with others."""
+    """A setting that becomes ``keys`` together with others. ``value`` of it: a function, which
+    raises LookupError for what cannot be carried over."""
 
     keys: str
+    value: Callable[[Any], Any] = lambda value: value
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,14 @@ class Conversion:
             self.recipe[key] = value
         self.carried |= dict.fromkeys(settings, key)
 
+    def refuse(self, key: str, why: str) -> None:
+        """Take ``key`` out of the recipe, and remark ``why`` at the settings that it came from."""
+        del self.recipe[key]
+        settings = [name for name, carried in self.carried.items() if carried == key]
+        for name in settings:
+            del self.carried[name]
+        self.remarks |= dict.fromkeys(settings or [f"({key})"], why)
+
     def tables(self) -> dict[str, Any]:
         """Return the recipe as nested tables. Evaluations need rows that are held out."""
         if "evaluate.every" in self.recipe:
@@ -80,24 +93,40 @@ class Conversion:
         return tables
 
 
-def apply_rules(settings: Mapping[str, Any], rules: Mapping[str, Rule]) -> Conversion:
-    """Return the conversion of ``settings`` by ``rules``, each for a setting alone."""
+def apply_rules(
+    settings: Mapping[str, Any], rules: Mapping[str, Rule]
+) -> tuple[Conversion, dict[str, Any]]:
+    """Return the conversion of ``settings`` by ``rules``, each for a setting alone; and those
+    settings whose values can be read, with numbers for the texts of numbers."""
     done = Conversion()
+    readable = dict[str, Any]()
     for name, value in settings.items():
+        if value is None:
+            continue
+        if "$" in str(value):
+            done.remarks[name] = f"{value!r} is not known here: put its value"
+            continue
+        readable[name] = value
         match rules.get(name):
             case None:
                 done.remarks[name] = "is not known to this converter"
             case Not(note):
-                if note and value not in (None, False, ""):
+                if note and value not in (False, ""):
                     done.remarks[name] = note
-            case To() as rule if value is not None:
+            case By() as rule:
+                try:
+                    readable[name] = rule.value(value)
+                except LookupError:
+                    done.remarks[name] = f"{value!r} has no equal here"
+                    del readable[name]
+            case To() as rule:
                 try:
                     done.put(rule.key, rule.of(value), name)
-                except LookupError:
+                except (LookupError, TypeError, ValueError):
                     done.remarks[name] = f"{value!r} has no equal here"
                 if rule.note:
                     done.remarks[name] = rule.note
-    return done
+    return done, readable
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -105,21 +134,39 @@ def read_settings(path: Path) -> dict[str, Any]:
     ``a.key=value`` of its commands. Raises NotConverted."""
     import yaml
 
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         if path.suffix not in (".yaml", ".yml", ".json"):
-            words = shlex.split(text.replace("\\\n", " "), comments=True)
-            matches = [match for word in words if (match := OVERRIDE.fullmatch(word))]
-            settings = {match[1]: yaml.safe_load(match[2]) for match in matches}
+            settings = {name: yaml.safe_load(value) for name, value in script.overrides(text)}
             if not settings:
                 raise NotConverted(f"{path} has no words as a.key=value; give the YAML file")
             return settings
         content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, OSError, ValueError) as error:
+        if isinstance(error, NotConverted):
+            raise
         raise NotConverted(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise NotConverted(f"{path} is no table of settings; give a trainer's YAML file")
-    return dict(_flat(content))
+    settings = dict(_flat(content))
+    return {name: _referred(value, settings) for name, value in settings.items()}
+
+
+def _referred(value: Any, settings: Mapping[str, Any]) -> Any:
+    """Return the value of the key that ``value`` refers to, where it is in ``settings``."""
+    import yaml
+
+    for _ in settings:  # a circle ends
+        match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            break
+        if match[1] in settings:
+            value = settings[match[1]]
+        elif match[2]:
+            value = yaml.safe_load(match[2])
+        else:
+            break
+    return value
 
 
 def _flat(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -137,9 +184,48 @@ def source_of(path: object, default: str) -> str:
     return {"jsonl": "jsonl", "json": "jsonl", "parquet": "parquet"}.get(suffix, default)
 
 
-def as_number(value: Any) -> Any:
-    """Return a number that YAML has read as a text, such as ``1e-6``."""
+def put_steps(done: Conversion, name: str, epochs: float) -> None:
+    """Set the steps that so many ``epochs``, the setting ``name``, take of a file that is here."""
+    groups = done.recipe.get("train.groups_per_step", 0)
+    rows = _rows(Path(str(done.recipe.get("prompts.path", ""))))
+    if "train.steps" in done.recipe:
+        return
+    if rows and groups > 0 and epochs > 0:
+        done.put("train.steps", max(1, int(epochs * (rows // groups))), name)
+    else:
+        done.remarks[name] = "put the number of optimizer steps into train.steps"
+
+
+def _rows(path: Path) -> int:
+    """Return the rows of the file ``path``; 0 where they cannot be counted."""
     try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        raise LookupError(value) from None
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return int(pyarrow.parquet.read_metadata(path).num_rows)
+        if path.suffix in (".jsonl", ".json"):
+            with path.open("rb") as lines:
+                return sum(not line.isspace() for line in lines)
+    except (OSError, ValueError, ImportError):
+        pass
+    return 0
+
+
+def as_text(value: Any) -> str:
+    """Return ``value``. Raises LookupError for what is no text."""
+    if not isinstance(value, str):
+        raise LookupError(value)
+    return value
+
+
+def as_number(value: Any) -> Any:
+    """Return ``value``, or the number that YAML has read as a text, such as ``1e-6``. Raises
+    LookupError for what is none."""
+    if isinstance(value, str):
+        try:
+            return int(value) if value.isdigit() else float(value)
+        except ValueError:
+            raise LookupError(value) from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise LookupError(value)
+    return value

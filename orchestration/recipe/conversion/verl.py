@@ -13,8 +13,11 @@ from orchestration.recipe.conversion.conversion import (
     To,
     apply_rules,
     as_number,
+    as_text,
+    put_steps,
     source_of,
 )
+from orchestration.recipe.conversion.sound import make_sound
 
 A = "actor_rollout_ref.actor"
 R = "actor_rollout_ref.rollout"
@@ -36,19 +39,28 @@ LOSS_MODES = {
     "cispo": "cispo",
 }
 ESTIMATORS_OF_KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+TOO_LONG = {"error": "fail", "left": "cut"}  # of truncation: the beginning is cut off
+COVARIANCE = {  # options of the losses that select tokens
+    "clip_cov": {"clip_cov_ratio": "share", "clip_cov_lb": "low", "clip_cov_ub": "high"},
+    "kl_cov": {"kl_cov_ratio": "share", "ppo_kl_coef": "penalty"},
+}
 BUDGET = "micro-batches follow from train.token_budget"
+REFERENCE = "it is split as the policy: train.tp and its like"
+CRITIC = "as the policy's: train.activation_checkpointing"
 OFFLOAD = "masters and optimizer state stay where the trainer computes"
 RULES: Mapping[str, Rule] = {
     "data.train_files": By("prompts.path"),
     "data.val_files": Not("held-out prompts are a share of the rows: prompts.held_out"),
     "data.prompt_key": To("prompts.column"),
-    "data.train_batch_size": To("train.groups_per_step"),
+    "data.train_batch_size": By("train.groups_per_step", as_number),
     "data.max_prompt_length": To("prompts.max_prompt_tokens"),
     "data.max_response_length": To("rollout.max_tokens"),
-    "data.filter_overlong_prompts": To("prompts.too_long", {True: None, False: "fail"}),
-    "data.truncation": To(
-        "prompts.too_long", {"left": "cut", "error": "fail", "right": "cut", "middle": "cut"}
-    ),
+    "data.filter_overlong_prompts": By("prompts.too_long"),
+    "data.truncation": By("prompts.too_long", as_text),
+    "data.return_raw_chat": Not(),
+    "data.trust_remote_code": Not("code that comes with a model is never run"),
+    f"{M}.trust_remote_code": Not("code that comes with a model is never run"),
+    "data.image_key": Not("prompts are texts"),
     "data.shuffle": To("prompts.shuffle", {True: None, False: False}),
     "data.seed": To("seed"),
     f"{M}.path": To("model.source", note="put the model's folder here"),
@@ -63,26 +75,26 @@ RULES: Mapping[str, Rule] = {
     f"{M}.use_remove_padding": Not(),
     f"{A}.optim.lr": To("train.learning_rate", as_number),
     f"{A}.optim.lr_warmup_steps": To("train.warmup_steps", lambda n: n if n > 0 else None),
-    f"{A}.optim.lr_warmup_steps_ratio": By("train.warmup_steps"),
+    f"{A}.optim.lr_warmup_steps_ratio": By("train.warmup_steps", as_number),
     f"{A}.optim.min_lr_ratio": To("train.schedule_floor", as_number),
     f"{A}.optim.warmup_style": To("train.schedule", {"constant": None, "cosine": "cosine"}),
     f"{A}.optim.lr_scheduler_type": To("train.schedule", {"constant": None, "cosine": "cosine"}),
     f"{A}.optim.weight_decay": To("train.weight_decay", as_number),
     f"{A}.optim.betas": To("train.betas"),
     f"{A}.grad_clip": To("train.grad_clip", as_number),
-    f"{A}.ppo_mini_batch_size": By("algorithm.options.mini_batches"),
+    f"{A}.ppo_mini_batch_size": By("algorithm.options.mini_batches", as_number),
     f"{A}.ppo_micro_batch_size": Not(BUDGET),
     f"{A}.ppo_micro_batch_size_per_gpu": Not(BUDGET),
     f"{A}.ppo_max_token_len_per_gpu": To("train.token_budget"),
     f"{A}.use_dynamic_bsz": Not(),
     f"{A}.ppo_epochs": To(f"{OPTIONS}.epochs"),
-    f"{A}.clip_ratio": By("algorithm.options.clip_low, algorithm.options.clip_high"),
-    f"{A}.clip_ratio_low": By("algorithm.options.clip_low"),
-    f"{A}.clip_ratio_high": By("algorithm.options.clip_high"),
+    f"{A}.clip_ratio": By("algorithm.options.clip_low, algorithm.options.clip_high", as_number),
+    f"{A}.clip_ratio_low": By("algorithm.options.clip_low", as_number),
+    f"{A}.clip_ratio_high": By("algorithm.options.clip_high", as_number),
     f"{A}.clip_ratio_c": To(f"{OPTIONS}.max_ratio", as_number),
     f"{A}.use_kl_loss": By("algorithm.options.kl_coef"),
-    f"{A}.kl_loss_coef": By("algorithm.options.kl_coef"),
-    f"{A}.kl_loss_type": By("algorithm.options.kl_estimator"),
+    f"{A}.kl_loss_coef": By("algorithm.options.kl_coef", as_number),
+    f"{A}.kl_loss_type": By("algorithm.options.kl_estimator", as_text),
     f"{A}.entropy_coeff": To(f"{OPTIONS}.entropy_coef", lambda value: as_number(value) or None),
     f"{A}.loss_agg_mode": To(
         f"{OPTIONS}.loss_normalization",
@@ -93,9 +105,11 @@ RULES: Mapping[str, Rule] = {
         },
     ),
     f"{A}.policy_loss.loss_mode": To("algorithm.name", LOSS_MODES),
-    f"{A}.policy_loss.clip_cov_ratio": To(f"{OPTIONS}.cov_share", as_number),
-    f"{A}.policy_loss.kl_cov_ratio": To(f"{OPTIONS}.cov_share", as_number),
-    f"{A}.policy_loss.ppo_kl_coef": To(f"{OPTIONS}.cov_penalty", as_number),
+    f"{A}.policy_loss.clip_cov_ratio": By(f"{OPTIONS}.cov_share", as_number),
+    f"{A}.policy_loss.clip_cov_lb": By(f"{OPTIONS}.cov_low", as_number),
+    f"{A}.policy_loss.clip_cov_ub": By(f"{OPTIONS}.cov_high", as_number),
+    f"{A}.policy_loss.kl_cov_ratio": By(f"{OPTIONS}.cov_share", as_number),
+    f"{A}.policy_loss.ppo_kl_coef": By(f"{OPTIONS}.cov_penalty", as_number),
     f"{A}.ulysses_sequence_parallel_size": To(
         "train.cp", lambda ranks: ranks if ranks > 1 else None
     ),
@@ -106,7 +120,7 @@ RULES: Mapping[str, Rule] = {
     f"{A}.strategy": Not(),
     f"{A}.fsdp_config.param_offload": Not(OFFLOAD),
     f"{A}.fsdp_config.optimizer_offload": Not(OFFLOAD),
-    f"{R}.name": To("rollout.engine", {"vllm": "vllm", "hf": None}),
+    f"{R}.name": By("rollout.engine", as_text),
     f"{R}.n": To("algorithm.group_size"),
     f"{R}.temperature": To("rollout.temperature", as_number),
     f"{R}.top_p": To("rollout.top_p", as_number),
@@ -117,30 +131,59 @@ RULES: Mapping[str, Rule] = {
     f"{R}.enforce_eager": To("rollout.vllm.enforce_eager", {True: True, False: None}),
     f"{R}.max_num_seqs": To("rollout.max_rows"),
     f"{R}.response_length": Not(),
+    f"{R}.prompt_length": Not(),
+    f"{R}.mode": Not(),
+    f"{R}.enable_chunked_prefill": Not(),
+    f"{R}.free_cache_engine": Not("colocate = true shares a device"),
+    f"{R}.load_format": Not(),
+    f"{R}.max_num_batched_tokens": Not(),
+    f"{R}.log_prob_use_dynamic_bsz": Not(),
+    f"{R}.log_prob_max_token_len_per_gpu": Not(BUDGET),
+    f"{R}.multi_turn.tool_config_path": Not("tools are methods of an environment: environment.use"),
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": Not(),
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": Not(BUDGET),
+    f"{A}.use_torch_compile": Not(),
+    f"{A}.megatron.param_offload": Not(OFFLOAD),
+    f"{A}.megatron.grad_offload": Not(OFFLOAD),
+    f"{A}.megatron.optimizer_offload": Not(OFFLOAD),
+    "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": Not(REFERENCE),
+    "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size": Not(REFERENCE),
+    "actor_rollout_ref.ref.megatron.context_parallel_size": Not(REFERENCE),
+    "actor_rollout_ref.ref.megatron.expert_model_parallel_size": Not(REFERENCE),
+    "actor_rollout_ref.ref.megatron.param_offload": Not(OFFLOAD),
     f"{R}.multi_turn.max_assistant_turns": To("environment.max_turns"),
     f"{R}.log_prob_micro_batch_size_per_gpu": Not(BUDGET),
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": Not(BUDGET),
     "actor_rollout_ref.ref.fsdp_config.param_offload": Not(OFFLOAD),
     "actor_rollout_ref.hybrid_engine": Not("colocate = true shares a device"),
-    "algorithm.adv_estimator": By("algorithm.name"),
-    "algorithm.gamma": By("algorithm.options.gamma"),
-    "algorithm.lam": By("algorithm.options.gae_lambda"),
+    "algorithm.adv_estimator": By("algorithm.name", as_text),
+    "algorithm.gamma": By("algorithm.options.gamma", as_number),
+    "algorithm.lam": By("algorithm.options.gae_lambda", as_number),
     "algorithm.use_kl_in_reward": By("algorithm.options.kl_reward"),
-    "algorithm.kl_ctrl.kl_coef": By("algorithm.options.kl_reward"),
+    "algorithm.kl_ctrl.kl_coef": By("algorithm.options.kl_reward", as_number),
     "algorithm.kl_penalty": By("algorithm.options.kl_reward_estimator"),
     "algorithm.norm_adv_by_std_in_grpo": To(f"{OPTIONS}.scale_rewards", {True: None, False: False}),
     "critic.model.path": To("critic.source", note="put the model's folder here"),
     "critic.optim.lr": To("critic.learning_rate", as_number),
+    "critic.ppo_micro_batch_size_per_gpu": Not(BUDGET),
+    "critic.ppo_max_token_len_per_gpu": Not(BUDGET),
+    "critic.use_dynamic_bsz": Not(),
+    "critic.model.use_remove_padding": Not(),
+    "critic.model.enable_gradient_checkpointing": Not(CRITIC),
+    "critic.model.fsdp_config.param_offload": Not(OFFLOAD),
+    "critic.model.fsdp_config.optimizer_offload": Not(OFFLOAD),
     "critic.cliprange_value": To(f"{OPTIONS}.value_clip", as_number),
     "custom_reward_function.path": By("reward.functions"),
     "custom_reward_function.name": By("reward.functions"),
     "reward_model.enable": Not("name a function that asks it in reward.functions"),
     "trainer.total_training_steps": To("train.steps"),
-    "trainer.total_epochs": By("train.steps"),
+    "trainer.total_epochs": By("train.steps", as_number),
     "trainer.save_freq": To("checkpoint.every", lambda steps: steps if steps > 0 else None),
     "trainer.test_freq": To("evaluate.every", lambda steps: steps if steps > 0 else None),
     "trainer.experiment_name": To("name"),
-    "trainer.critic_warmup": By("algorithm.options.critic_warmup_steps"),
+    "trainer.val_before_train": Not(),
+    "trainer.resume_mode": Not("asyncdock resume RUN"),
+    "trainer.critic_warmup": By("algorithm.options.critic_warmup_steps", as_number),
     "trainer.n_gpus_per_node": Not("a rank of the trainer takes a device: train.dp, train.tp"),
     "trainer.nnodes": Not("docs/cluster.md: workers on several machines"),
     "trainer.logger": Not("asyncdock track RUN shows a run in TensorBoard, MLflow or W&B"),
@@ -151,21 +194,30 @@ RULES: Mapping[str, Rule] = {
 
 def convert(settings: Mapping[str, Any]) -> Conversion:
     """Return the recipe of verl's ``settings``."""
-    done = apply_rules(settings, RULES)
+    done, settings = apply_rules(settings, RULES)
     _data(settings, done)
+    _engine(settings, done)
     _algorithm(settings, done)
     _kl(settings, done)
     _clip(settings, done)
     prompts = settings.get("data.train_batch_size")
+    done.put("train.groups_per_step", prompts, "data.train_batch_size")
     part = settings.get(f"{A}.ppo_mini_batch_size")
     if prompts and part:
         done.put(f"{OPTIONS}.mini_batches", max(1, prompts // part), f"{A}.ppo_mini_batch_size")
-    ratio = as_number(settings.get(f"{A}.optim.lr_warmup_steps_ratio"))
+    put_steps(done, "trainer.total_epochs", settings.get("trainer.total_epochs", 0))
+    ratio = settings.get(f"{A}.optim.lr_warmup_steps_ratio")
     if ratio and "train.steps" in done.recipe:
         steps = round(ratio * done.recipe["train.steps"])
         done.put("train.warmup_steps", steps, f"{A}.optim.lr_warmup_steps_ratio")
-    if "train.steps" not in done.recipe:
-        done.remarks["trainer.total_epochs"] = "put the number of optimizer steps into train.steps"
+    make_sound(done)
+    if "trainer.total_epochs" in done.remarks:
+        done.remarks.pop("(train.steps)", None)
+    if "reward.functions" not in done.recipe:
+        done.remarks["(reward)"] = (
+            "verl picks a reward by the column data_source; name yours as module:function in "
+            "reward.functions"
+        )
     return done
 
 
@@ -177,6 +229,13 @@ def _data(settings: Mapping[str, Any], done: Conversion) -> None:
         done.put("prompts.path", path, "data.train_files")
     if isinstance(files, list) and len(files) > 1:
         done.remarks["data.train_files"] = "the first one; name the others in prompts.sources"
+    filtered = settings.get("data.filter_overlong_prompts", False)
+    truncation = settings.get("data.truncation", "error")
+    if not filtered and "prompts.max_prompt_tokens" in done.recipe:
+        if truncation in TOO_LONG:
+            done.put("prompts.too_long", TOO_LONG[truncation], "data.truncation")
+        else:
+            done.remarks["data.truncation"] = f"{truncation!r} has no equal here: they are skipped"
     name = settings.get("custom_reward_function.name", "compute_score")
     if script := settings.get("custom_reward_function.path"):
         module = str(script).rpartition("/")[2].removesuffix(".py")
@@ -185,6 +244,18 @@ def _data(settings: Mapping[str, Any], done: Conversion) -> None:
         done.remarks["custom_reward_function.path"] = (
             "verl calls it with one solution; here it gets lists: (prompts, completions, **columns)"
         )
+
+
+def _engine(settings: Mapping[str, Any], done: Conversion) -> None:
+    name = settings.get(f"{R}.name")
+    options = [key for key in done.recipe if key.startswith("rollout.vllm.")]
+    if name == "hf":
+        for key in options:
+            done.refuse(key, "has no effect with the engine hf")
+    elif name or options:
+        done.put("rollout.engine", "vllm", f"{R}.name")
+        if name not in ("vllm", None):
+            done.remarks[f"{R}.name"] = f"vLLM is taken for {name!r}"
 
 
 def _algorithm(settings: Mapping[str, Any], done: Conversion) -> None:
@@ -201,20 +272,22 @@ def _algorithm(settings: Mapping[str, Any], done: Conversion) -> None:
     if name == "ppo":
         for key, option in (("gamma", "gamma"), ("lam", "gae_lambda")):
             if f"algorithm.{key}" in settings:
-                value = as_number(settings[f"algorithm.{key}"])
-                done.put(f"{OPTIONS}.{option}", value, f"algorithm.{key}")
+                done.put(f"{OPTIONS}.{option}", settings[f"algorithm.{key}"], f"algorithm.{key}")
         if "critic.source" in done.recipe or "critic.learning_rate" in done.recipe:
             done.put(f"{OPTIONS}.critic", "own")
         warmup = settings.get("trainer.critic_warmup")
         done.put(f"{OPTIONS}.critic_warmup_steps", warmup or None, "trainer.critic_warmup")
     else:
         for key in [key for key in done.recipe if key.startswith("critic.")]:
-            del done.recipe[key]
+            done.refuse(key, f"{name} has no critic")
+    for setting, option in COVARIANCE.get(name, {}).items():
+        value = settings.get(f"{A}.policy_loss.{setting}")
+        done.put(f"{OPTIONS}.cov_{option}", value, f"{A}.policy_loss.{setting}")
 
 
 def _kl(settings: Mapping[str, Any], done: Conversion) -> None:
     if settings.get(f"{A}.use_kl_loss"):
-        coef = as_number(settings.get(f"{A}.kl_loss_coef", 0.001))
+        coef = settings.get(f"{A}.kl_loss_coef", 0.001)
         done.put(f"{OPTIONS}.kl_coef", coef, f"{A}.use_kl_loss", f"{A}.kl_loss_coef")
         kind = str(settings.get(f"{A}.kl_loss_type", "low_var_kl")).removesuffix("+")
         estimator = ESTIMATORS_OF_KL.get(kind)
@@ -224,7 +297,7 @@ def _kl(settings: Mapping[str, Any], done: Conversion) -> None:
             done.put(f"{OPTIONS}.kl_weighted", True)
         done.put(f"{OPTIONS}.kl_estimator", estimator, f"{A}.kl_loss_type")
     if settings.get("algorithm.use_kl_in_reward"):
-        coef = as_number(settings.get("algorithm.kl_ctrl.kl_coef", 0.001))
+        coef = settings.get("algorithm.kl_ctrl.kl_coef", 0.001)
         names = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
         done.put(f"{OPTIONS}.kl_reward", coef, *names)
         penalty = ESTIMATORS_OF_KL.get(str(settings.get("algorithm.kl_penalty", "kl")))
@@ -234,6 +307,8 @@ def _kl(settings: Mapping[str, Any], done: Conversion) -> None:
 def _clip(settings: Mapping[str, Any], done: Conversion) -> None:
     for side in ("low", "high"):
         name = f"{A}.clip_ratio_{side}"
-        value = as_number(settings.get(name, settings.get(f"{A}.clip_ratio")))
+        value = settings.get(name, settings.get(f"{A}.clip_ratio"))
+        if side == "low" and done.recipe.get("algorithm.name") == "cispo":
+            continue  # its ratio has no lower bound
         if value is not None:
             done.put(f"{OPTIONS}.clip_{side}", value, name, f"{A}.clip_ratio")

@@ -11,11 +11,14 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orchestration.recipe.conversion import trl, verl
 from orchestration.recipe.conversion.conversion import NotConverted, read_settings
 from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.loading.toml import toml_tables
+from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from tests.conversions import RULES, written
 from tests.sources import ROOT
@@ -87,9 +90,18 @@ def write_rows(path: Path) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def sound(tables: dict[str, Any]) -> Recipe:
+def sound(tables: dict[str, Any], *, files: bool = True) -> Recipe:
     """The recipe, written and read again."""
-    return parse_recipe(tomllib.loads(toml_tables(tables)))
+    return parse_recipe(tomllib.loads(toml_tables(tables)), files=files)
+
+
+def problem_keys(tables: dict[str, Any]) -> set[str]:
+    """The keys that a recipe refuses, without a look at files."""
+    try:
+        sound(tables, files=False)
+    except RecipeError as error:
+        return {problem.key for problem in error.problems}
+    return set()
 
 
 def test_trls_arguments_become_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,3 +221,136 @@ def test_what_is_no_configuration_is_refused(
     file.write_text(text)
     with pytest.raises(NotConverted, match=says):
         read_settings(file)
+
+
+SCRIPT = """\
+#!/usr/bin/env bash
+set -xeuo pipefail
+adv=grpo
+max_prompt=$((1024 * 2))
+max_response=$((1024 * 4))
+budget=$(((max_prompt + max_response) * 2))
+ROOT=${ROOT:-"{root}"}
+FILE=${FILE:-"${ROOT}/rows.parquet"}
+NODES=$(hostname | wc -l)
+prompts=64   # of a step
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=${adv} data.train_files="${FILE}" data.train_batch_size=$prompts \\
+    data.max_prompt_length=${max_prompt} data.max_response_length=${max_response} \\
+    data.filter_overlong_prompts=True data.truncation='error' \\
+    actor_rollout_ref.model.path=${MODEL:-tiny} actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=${budget} \\
+    actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \\
+    actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3 \\
+    actor_rollout_ref.actor.policy_loss.clip_cov_ratio=0.1 \\
+    trainer.nnodes=$NODES trainer.save_freq=$EVERY trainer.total_epochs=2 \\
+    trainer.experiment_name="my run: 1" $@
+"""
+
+
+def test_the_variables_of_a_script_are_put_into_its_settings(tmp_path: Path) -> None:
+    """Most of verl's own examples have them. What only running the script would tell is said."""
+    write_rows(tmp_path / "rows.parquet")
+    file = tmp_path / "run.sh"
+    file.write_text(SCRIPT.replace("{root}", str(tmp_path)))
+    done = verl.convert(read_settings(file))
+    assert done.recipe | {"pipeline.arena": ""} == {
+        "name": "my-run-1",
+        "prompts.source": "parquet",
+        "prompts.path": str(tmp_path / "rows.parquet"),
+        "prompts.max_prompt_tokens": 2048,
+        "rollout.max_tokens": 4096,
+        "rollout.engine": "vllm",
+        "rollout.vllm.gpu_memory_utilization": 0.6,
+        "model.source": "tiny",
+        "train.groups_per_step": 64,
+        "train.token_budget": 12288,
+        "train.steps": 2,  # epochs of 80 rows, of which 64 are a batch
+        "algorithm.name": "grpo",
+        "algorithm.group_size": 8,
+        "algorithm.options.mini_batches": 4,
+        "pipeline.arena": "",
+    }
+    assert done.remarks["trainer.save_freq"] == "'$EVERY' is not known here: put its value"
+    assert "environment.use" in done.remarks[f"{verl.R}.multi_turn.max_assistant_turns"]
+    assert done.remarks[f"{verl.R}.name"] == "vLLM is taken for 'sglang'"
+    assert "reward.functions" in done.remarks["(reward)"]
+    sound({**done.tables(), "reward": {"functions": [{"name": "exact_number"}]}}, files=False)
+
+
+def test_a_key_may_refer_to_another_one(tmp_path: Path) -> None:
+    """As in verl's file of all settings, which names many values once."""
+    file = tmp_path / "all.yaml"
+    file.write_text(
+        "data: {train_batch_size: 8, max_response_length: 32, seed: '${oc.select:none.at, 5}'}\n"
+        "actor_rollout_ref:\n"
+        "  rollout: {n: '${data.train_batch_size}', top_p: '${a.circle}'}\n"
+        "  actor: {ppo_mini_batch_size: '${oc.select:actor_rollout_ref.rollout.n, 1}'}\n"
+        "a: {circle: '${a.circle}'}\n"
+    )
+    done = verl.convert(read_settings(file))
+    assert done.recipe["algorithm.group_size"] == 8
+    assert done.recipe["algorithm.options.mini_batches"] == 1
+    assert done.recipe["seed"] == 5
+    assert "put its value" in done.remarks["actor_rollout_ref.rollout.top_p"]
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "too_long"),
+    [
+        ({}, "fail"),
+        ({"data.truncation": "left"}, "cut"),
+        ({"data.truncation": "right"}, None),
+        ({"data.truncation": "error", "data.filter_overlong_prompts": True}, None),
+    ],
+)
+def test_prompts_that_are_too_long_for_verl(
+    given_settings: dict[str, Any], too_long: str | None
+) -> None:
+    """It filters them before it cuts, and cuts other sides than the beginning, which nothing here
+    does."""
+    done = verl.convert({"data.max_prompt_length": 64, **given_settings})
+    assert done.recipe.get("prompts.too_long") == too_long
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "every"),
+    [
+        ({"eval_steps": 5, "save_steps": 7}, (None, 7)),
+        ({"eval_steps": 5, "eval_strategy": "steps"}, (5, None)),
+        ({"save_steps": 7, "save_strategy": "no"}, (None, None)),
+        ({"save_steps": 0.25, "max_steps": 40}, (None, 10)),
+        ({"save_steps": 0.25}, (None, None)),
+    ],
+)
+def test_trl_evaluates_and_saves_by_its_strategies(
+    given_settings: dict[str, Any], every: tuple[int | None, int | None]
+) -> None:
+    recipe = trl.convert(given_settings).recipe
+    assert (recipe.get("evaluate.every"), recipe.get("checkpoint.every")) == every
+
+
+junk = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10**6),
+    st.floats(allow_nan=False),
+    st.sampled_from(["", "abc", "1e-3", "8", "${x}", "-1", "vllm", "grpo", "gae", "steps"]),
+    st.lists(st.one_of(st.integers(), st.text(max_size=3)), max_size=3),
+)
+
+
+@pytest.mark.parametrize("module", [trl, verl])
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_no_value_of_a_setting_ends_the_conversion_or_makes_a_key_that_a_recipe_refuses(
+    module: Any, data: st.DataObject
+) -> None:
+    names = st.lists(st.sampled_from([*module.RULES]), max_size=12, unique=True)
+    given_settings = {name: data.draw(junk, name) for name in data.draw(names)}
+    done = module.convert(given_settings)
+    tables = {"name": "converted", **done.tables()}
+    if "reward" in tables:  # code that is not here
+        tables["reward"]["functions"] = [{"name": "exact_number"}]
+    tables.get("environment", {}).pop("use", None)
+    assert not problem_keys(tables) & done.recipe.keys()

@@ -1,0 +1,79 @@
+"""The words ``a.key=value`` of a shell script's commands, with the variables that it assigns.
+
+Nothing is executed: what a command would print, and what a branch decides, stays unknown. Of
+several assignments the last one before a word counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$([A-Za-z_]\w*)")
+ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def overrides(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each ``a.key`` with the text of its value; ``$name`` stays where it is not known.
+    Raises ValueError for a quotation without an end."""
+    text = text.replace("\\\n", " ")
+    # one word, whatever spaces it has
+    text = ARITHMETIC.sub(lambda match: re.sub(r"\s", "", match[0]), text)
+    variables = {"HOME": str(Path.home())}
+    for word in shlex.split(text, comments=True):
+        if match := OVERRIDE.fullmatch(word):
+            yield match[1], expanded(match[2], variables)
+        elif match := ASSIGNMENT.fullmatch(word):
+            value = expanded(match[2], variables)
+            if "$" in value:
+                variables.pop(match[1], None)
+            else:
+                variables[match[1]] = value
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """Return ``text`` with the ``variables`` that are known, none of which holds a ``$``.
+
+    >>> expanded("${root:-/data}/$name $((2*n+1)) $other", {"name": "a", "n": "3"})
+    '/data/a 7 $other'
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[3], match[2]
+        return variables.get(name) or (match[0] if default is None else default)
+
+    def number(match: re.Match[str]) -> str:
+        try:
+            return str(_integer(ast.parse(match[1], mode="eval").body, variables))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return match[0]
+
+    before = None
+    while text != before:
+        before, text = text, ARITHMETIC.sub(number, VARIABLE.sub(value, text))
+    return text
+
+
+def _integer(node: ast.expr, variables: Mapping[str, str]) -> int:
+    match node:
+        case ast.Constant(value=int() as value):
+            return value
+        case ast.Name(id=name) if name in variables:
+            return int(variables[name])
+        case ast.BinOp(left, operation, right) if type(operation) in OPERATIONS:
+            compute = OPERATIONS[type(operation)]
+            return compute(_integer(left, variables), _integer(right, variables))
+    raise ValueError(ast.unparse(node))
