@@ -16,7 +16,7 @@ def convert_command(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="A trainer's YAML file, or a script that starts verl's trainer."
+            metavar="FILE", help="A trainer's YAML file, or a script that starts the trainer."
         ),
     ],
     of: Annotated[

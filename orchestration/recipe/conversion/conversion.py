@@ -8,7 +8,7 @@ settings ─▶ rules of its trainer (trl.py, verl.py) ─▶ keys of a recipe, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,31 +131,49 @@ def apply_rules(
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings in ``path`` by dotted key: of a YAML file, or of a script the words
-    ``a.key=value`` of its commands. Raises NotConverted."""
+    ``a.key=value``, else ``--key value``, of its commands. Raises NotConverted."""
     import yaml
 
+    is_script = path.suffix not in (".yaml", ".yml", ".json")
     try:
         text = path.read_text(encoding="utf-8")
-        if path.suffix not in (".yaml", ".yml", ".json"):
-            settings = {name: yaml.safe_load(value) for name, value in script.overrides(text)}
-            if not settings:
-                raise NotConverted(f"{path} has no words as a.key=value; give the YAML file")
-            return settings
-        content = yaml.safe_load(text)
+        content = _of_script(text) if is_script else yaml.safe_load(text)
     except (yaml.YAMLError, OSError, ValueError) as error:
-        if isinstance(error, NotConverted):
-            raise
         raise NotConverted(f"{path} cannot be read: {error}") from error
+    if is_script and not content:
+        raise NotConverted(f"{path} has no words as a.key=value or --key; give the YAML file")
     if not isinstance(content, dict):
         raise NotConverted(f"{path} is no table of settings; give a trainer's YAML file")
     settings = dict(_flat(content))
     return {name: _referred(value, settings) for name, value in settings.items()}
 
 
-def _referred(value: Any, settings: Mapping[str, Any]) -> Any:
-    """Return the value of the key that ``value`` refers to, where it is in ``settings``."""
+def _of_script(text: str) -> dict[str, Any]:
+    if overrides := {name: _parsed(value) for name, value in script.overrides(text)}:
+        return overrides
+    return {name: _value([*map(_parsed, words)]) for name, words in script.flags(text)}
+
+
+def _parsed(text: str) -> Any:
+    """Return the value that a command's argument is; a text stays one, whatever is in it."""
     import yaml
 
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return text if isinstance(value, dict) and not text.startswith("{") else value
+
+
+def _value(words: Sequence[Any]) -> Any:
+    """Return the value of a flag with ``words`` after it: a switch is on."""
+    if not words:
+        return True
+    return words[0] if len(words) == 1 else [*words]
+
+
+def _referred(value: Any, settings: Mapping[str, Any]) -> Any:
+    """Return the value of the key that ``value`` refers to, where it is in ``settings``."""
     for _ in settings:  # a circle ends
         match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
         if match is None:
@@ -163,7 +181,7 @@ def _referred(value: Any, settings: Mapping[str, Any]) -> Any:
         if match[1] in settings:
             value = settings[match[1]]
         elif match[2]:
-            value = yaml.safe_load(match[2])
+            value = _parsed(match[2])
         else:
             break
     return value

@@ -1,4 +1,5 @@
-"""The words ``a.key=value`` of a shell script's commands, with the variables that it assigns.
+"""The words ``a.key=value`` and ``--key value`` of a shell script's commands, with the variables
+that it assigns.
 
 Nothing is executed: what a command would print, and what a branch decides, stays unknown. Of
 several assignments the last one before a word counts.
@@ -15,6 +16,9 @@ from pathlib import Path
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
+ENDS = ";&|<>\n"
+DECLARATIONS = ("export", "local", "declare", "readonly", "do", "then", "else")
 VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$([A-Za-z_]\w*)")
 ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
@@ -27,21 +31,48 @@ OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def overrides(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each ``a.key`` with the text of its value; ``$name`` stays where it is not known.
-    Raises ValueError for a quotation without an end."""
+    """Yield each ``a.key`` of the script ``text`` with the text of its value; ``$name`` stays where
+    it is not known. Raises ValueError for a quotation without an end."""
+    for word in words(text):
+        if match := OVERRIDE.fullmatch(word):
+            yield match[1], match[2]
+
+
+def flags(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each ``--key`` with its words: none for a switch. Raises ValueError as above."""
+    name, values = "", list[str]()
+    for word in [*words(text), ";"]:
+        match = FLAG.fullmatch(word)
+        if match or (word and word[0] in ENDS):
+            if name:
+                yield name, values
+            name = match[1].replace("-", "_") if match else ""
+            values = [match[2]] if match and match[2] is not None else []
+        else:
+            values.append(word)
+
+
+def words(text: str) -> Iterator[str]:
+    """Yield the words of the script's commands, and what ends or redirects one."""
     text = text.replace("\\\n", " ")
     # one word, whatever spaces it has
     text = ARITHMETIC.sub(lambda match: re.sub(r"\s", "", match[0]), text)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=ENDS)
+    lexer.whitespace = " \t\r"
+    lexer.whitespace_split = True
     variables = {"HOME": str(Path.home())}
-    for word in shlex.split(text, comments=True):
-        if match := OVERRIDE.fullmatch(word):
-            yield match[1], expanded(match[2], variables)
-        elif match := ASSIGNMENT.fullmatch(word):
-            value = expanded(match[2], variables)
+    assigns = True  # so far in this command
+    for word in lexer:
+        assignment = ASSIGNMENT.fullmatch(word) if assigns else None
+        if assignment:
+            value = expanded(assignment[2], variables)
             if "$" in value:
-                variables.pop(match[1], None)
+                variables.pop(assignment[1], None)
             else:
-                variables[match[1]] = value
+                variables[assignment[1]] = value
+        elif word:
+            yield expanded(word, variables)
+            assigns = word[0] in ENDS or word in DECLARATIONS
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:

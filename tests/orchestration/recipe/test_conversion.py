@@ -211,7 +211,7 @@ def test_the_page_has_every_rule(name: str) -> None:
     [
         ("- a\n- b\n", "a.yaml", "no table of settings"),
         ("a: [", "a.yaml", "cannot be read"),
-        ("echo hello\n", "run.sh", "no words as a.key=value"),
+        ("echo hello\n", "run.sh", "no words as a.key=value or --key"),
     ],
 )
 def test_what_is_no_configuration_is_refused(
@@ -244,7 +244,7 @@ python3 -m verl.trainer.main_ppo \\
     actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3 \\
     actor_rollout_ref.actor.policy_loss.clip_cov_ratio=0.1 \\
     trainer.nnodes=$NODES trainer.save_freq=$EVERY trainer.total_epochs=2 \\
-    trainer.experiment_name="my run: 1" $@
+    trainer.experiment_name="@my run: 1: a" $@
 """
 
 
@@ -255,7 +255,7 @@ def test_the_variables_of_a_script_are_put_into_its_settings(tmp_path: Path) -> 
     file.write_text(SCRIPT.replace("{root}", str(tmp_path)))
     done = verl.convert(read_settings(file))
     assert done.recipe | {"pipeline.arena": ""} == {
-        "name": "my-run-1",
+        "name": "my-run-1-a",
         "prompts.source": "parquet",
         "prompts.path": str(tmp_path / "rows.parquet"),
         "prompts.max_prompt_tokens": 2048,
@@ -276,6 +276,35 @@ def test_the_variables_of_a_script_are_put_into_its_settings(tmp_path: Path) -> 
     assert done.remarks[f"{verl.R}.name"] == "vLLM is taken for 'sglang'"
     assert "reward.functions" in done.remarks["(reward)"]
     sound({**done.tables(), "reward": {"functions": [{"name": "exact_number"}]}}, files=False)
+
+
+def test_the_flags_of_a_script_of_trl_become_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(
+        "#!/bin/bash\n# trains\nexport LR=1e-6\nBATCH=8 GROUP=4  # of a device\n"
+        "accelerate launch --config_file zero3.yaml train.py \\\n"
+        "    --model_name_or_path ${MODEL:-tiny} --learning_rate $LR --num-generations=$GROUP \\\n"
+        "    --per_device_train_batch_size $((BATCH * 2)) --gradient_accumulation_steps 1 \\\n"
+        "    --bf16 --use_vllm false --max_steps 30 \\\n"
+        "    --reward_funcs rewards.exact rewards.brevity --reward_weights 1 0.5 > log.txt 2>&1 &\n"
+        "tail --follow log.txt\n"
+    )
+    done = trl.convert(read_settings(file))
+    assert done.recipe | {"pipeline.arena": ""} == {
+        "model.source": "tiny",
+        "model.dtype": "bfloat16",
+        "train.learning_rate": 1e-6,
+        "train.steps": 30,
+        "train.groups_per_step": 4,
+        "algorithm.group_size": 4,
+        "reward.functions": [
+            {"name": "rewards:exact", "weight": 1},
+            {"name": "rewards:brevity", "weight": 0.5},
+        ],
+        "prompts.source": "datasets",
+        "pipeline.arena": "",
+    }
+    assert done.remarks["config_file"] == "is not known to this converter"
 
 
 def test_a_key_may_refer_to_another_one(tmp_path: Path) -> None:
