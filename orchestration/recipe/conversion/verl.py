@@ -22,6 +22,7 @@ from orchestration.recipe.conversion.sound import make_sound
 A = "actor_rollout_ref.actor"
 R = "actor_rollout_ref.rollout"
 M = "actor_rollout_ref.model"
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 OPTIONS = "algorithm.options"
 ESTIMATORS = {
     "grpo": "grpo",
@@ -163,6 +164,15 @@ RULES: Mapping[str, Rule] = {
     "algorithm.kl_ctrl.kl_coef": By("algorithm.options.kl_reward", as_number),
     "algorithm.kl_penalty": By("algorithm.options.kl_reward_estimator"),
     "algorithm.norm_adv_by_std_in_grpo": To(f"{OPTIONS}.scale_rewards", {True: None, False: False}),
+    "algorithm.filter_groups.enable": By(f"{OPTIONS}.drop_equal"),
+    "algorithm.filter_groups.metric": By(f"{OPTIONS}.drop_by"),
+    "algorithm.filter_groups.max_num_gen_batches": Not("algorithm.max_refill, in groups"),
+    f"{OVERLONG}.enable": By("algorithm.name"),
+    f"{OVERLONG}.len": By(f"{OPTIONS}.overlong_tokens", as_number),
+    f"{OVERLONG}.penalty_factor": By(f"{OPTIONS}.overlong_tokens", as_number),
+    f"{OVERLONG}.log": Not(),
+    "reward_model.reward_kwargs.max_resp_len": By(f"{OPTIONS}.longest_response", as_number),
+    "reward_model.reward_manager": Not(),
     "critic.model.path": To("critic.source", note="put the model's folder here"),
     "critic.optim.lr": To("critic.learning_rate", as_number),
     "critic.ppo_micro_batch_size_per_gpu": Not(BUDGET),
@@ -198,6 +208,7 @@ def convert(settings: Mapping[str, Any]) -> Conversion:
     _data(settings, done)
     _engine(settings, done)
     _algorithm(settings, done)
+    _dapo(settings, done)
     _kl(settings, done)
     _clip(settings, done)
     prompts = settings.get("data.train_batch_size")
@@ -283,6 +294,28 @@ def _algorithm(settings: Mapping[str, Any], done: Conversion) -> None:
     for setting, option in COVARIANCE.get(name, {}).items():
         value = settings.get(f"{A}.policy_loss.{setting}")
         done.put(f"{OPTIONS}.cov_{option}", value, f"{A}.policy_loss.{setting}")
+
+
+def _dapo(settings: Mapping[str, Any], done: Conversion) -> None:
+    """Set DAPO's penalty of long responses, and its dynamic sampling."""
+    if settings.get(f"{OVERLONG}.enable") and done.recipe.get("algorithm.name") == "grpo":
+        done.put("algorithm.name", "dapo", f"{OVERLONG}.enable")
+        done.put(f"{OPTIONS}.drop_equal", False)
+        if f"{A}.clip_ratio_high" not in settings:  # the default of dapo is another one
+            done.put(f"{OPTIONS}.clip_high", settings.get(f"{A}.clip_ratio", 0.2))
+        longest = done.recipe.get("rollout.max_tokens")
+        for option, name, value in (
+            ("longest_response", "reward_model.reward_kwargs.max_resp_len", longest),
+            ("overlong_tokens", f"{OVERLONG}.len", None),
+        ):
+            done.put(f"{OPTIONS}.{option}", settings.get(name, value), name)
+        if settings.get(f"{OVERLONG}.penalty_factor", 1) != 1:
+            done.remarks[f"{OVERLONG}.penalty_factor"] = "the whole penalty is 1 here"
+    if settings.get("algorithm.filter_groups.enable"):
+        done.put(f"{OPTIONS}.drop_equal", True, "algorithm.filter_groups.enable")
+        metric = settings.get("algorithm.filter_groups.metric", "acc")
+        if metric != "acc" and done.recipe.get("algorithm.name") == "dapo":
+            done.put(f"{OPTIONS}.drop_by", "penalized", "algorithm.filter_groups.metric")
 
 
 def _kl(settings: Mapping[str, Any], done: Conversion) -> None:

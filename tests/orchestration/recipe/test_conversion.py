@@ -189,6 +189,35 @@ def test_ppo_of_verl_has_its_critic(tmp_path: Path) -> None:
     assert "prompts.sources" in done.remarks["data.train_files"]
 
 
+def test_dapo_of_verl_is_dapo() -> None:
+    """It is GRPO there, with a reward manager that takes off for length, and a filter of groups."""
+    overlong = {"enable": True, "len": 1024, "penalty_factor": 1.0}
+    given_settings = {
+        "algorithm.adv_estimator": "grpo",
+        "data.max_response_length": 4096,
+        **{f"{verl.OVERLONG}.{name}": value for name, value in overlong.items()},
+    }
+    wanted = {
+        "algorithm.name": "dapo",
+        "algorithm.options.longest_response": 4096,
+        "algorithm.options.overlong_tokens": 1024,
+        "algorithm.options.drop_equal": False,
+        "algorithm.options.clip_high": 0.2,
+    }
+    done = verl.convert(given_settings)
+    assert done.recipe | wanted == done.recipe
+    more = {"enable": True, "metric": "seq_reward"}
+    filtered = {f"algorithm.filter_groups.{name}": value for name, value in more.items()}
+    other = verl.convert({**given_settings, **filtered, f"{verl.A}.clip_ratio_high": 0.28})
+    wanted |= {
+        "algorithm.options.drop_equal": True,
+        "algorithm.options.drop_by": "penalized",
+        "algorithm.options.clip_high": 0.28,
+    }
+    assert other.recipe | wanted == other.recipe
+    assert verl.convert({"data.max_response_length": 8}).recipe.get("algorithm.name") == "ppo"
+
+
 @pytest.mark.parametrize("module", [trl, verl])
 def test_every_rule_names_a_key_that_there_is(module: Any) -> None:
     """A key that was renamed would be refused by the recipe that this makes."""
