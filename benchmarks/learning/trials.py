@@ -55,6 +55,7 @@ from orchestration.sweep.record import Request, Sweep, SweepRun
 from orchestration.sweep.settings import Settings, grid, parse_over, settings_text
 
 SMOOTHED = 5  # steps over which the plot's thick line is a mean
+BAND_SEEDS = 3  # the interval of two is wider than what is drawn
 WIDTH = 240  # columns of a table
 STALENESS, SEED = "pipeline.staleness", "seed"
 NOISE_SEEDS = 5  # of a setting, from which on its noise is shown
@@ -332,6 +333,8 @@ def plot(trials: Sequence[Trial], name: str, path: Path) -> None:
             label = (f"{recipe}, " if several else "") + f"η = {staleness}, "
             label += f"{settings}, " * bool(settings) + f"{len(seeds)} seeds"
             axes.plot(at, [mean.mean for mean in means], color=colour, linewidth=2.4, label=label)
+            if len(seeds) < BAND_SEEDS:
+                continue
             low, high = (
                 [mean.mean + sign * (mean.half or 0.0) for mean in means] for sign in (-1, 1)
             )
@@ -340,7 +343,7 @@ def plot(trials: Sequence[Trial], name: str, path: Path) -> None:
         axes.grid(alpha=0.25)
     figure.suptitle(
         f"{name}: reward while training\n"
-        f"(thick: mean of the seeds, over {SMOOTHED} steps; band: its 95 % interval)"
+        f"(thick: mean of the seeds, over {SMOOTHED} steps; band: its 95 % interval, of {BAND_SEEDS} seeds or more)"
     )
     panels[0].set_ylabel("mean reward")
     panels[1].legend(frameon=False, loc="lower right", fontsize=8)
