@@ -31,7 +31,8 @@ def programs() -> dict[str, list[str]]:
     """The benchmarks of each room, as ``python -m benchmarks.ROOM.NAME`` has them."""
     names: dict[str, list[str]] = {}
     for path in sorted(HERE.glob("*/*.py")):
-        if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8"):
+        is_program = path.stem != "__main__"
+        if is_program and 'if __name__ == "__main__"' in path.read_text(encoding="utf-8"):
             names.setdefault(path.parent.name, []).append(path.stem)
     return names
 

@@ -1,0 +1,6 @@
+"""Learning: short for ``python -m benchmarks.learning.trials``."""
+
+from benchmarks.learning.trials import main
+
+if __name__ == "__main__":
+    main()
