@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -53,3 +54,7 @@ def convert_command(
     complain(f"{len(done.carried)} settings carried over.")
     for name, remark in done.remarks.items():
         complain(f"  {name}: {remark}")
+    if done.unknown:
+        complain(f"{len(done.unknown)} settings are not known to this converter:")
+    for table, names in groupby(done.unknown, key=lambda name: name.rpartition(".")[0]):
+        complain(f"  {table or '(top)'}: {', '.join(name.rpartition('.')[2] for name in names)}")

@@ -19,6 +19,10 @@ from orchestration.recipe.conversion import script
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,(.*))?\}", re.DOTALL)
 
 
+MISSING = "???"  # Hydra's: has to be given
+CLASSES = "_target_"  # keys of Hydra's: the class of a table
+
+
 class NotConverted(ValueError):
     """The file is none that can be converted; the message says why."""
 
@@ -59,11 +63,13 @@ Rule = To | By | Not
 @dataclass
 class Conversion:
     """``recipe`` by dotted keys; ``carried``: settings with the key that each became; ``remarks``:
-    settings with what is to be done about them."""
+    settings with what is to be done about them; ``unknown``: those without a rule, but for what is
+    off."""
 
     recipe: dict[str, Any] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
     remarks: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
 
     def put(self, key: str, value: Any, *settings: str) -> None:
         """Set a key of the recipe, which came from ``settings``."""
@@ -101,15 +107,19 @@ def apply_rules(
     done = Conversion()
     readable = dict[str, Any]()
     for name, value in settings.items():
-        if value is None:
+        if value is None or value == MISSING:
             continue
         if "$" in str(value):
-            done.remarks[name] = f"{value!r} is not known here: put its value"
+            if name in rules:
+                done.remarks[name] = f"{value!r} is not known here: put its value"
+            else:
+                done.unknown.append(name)
             continue
         readable[name] = value
         match rules.get(name):
             case None:
-                done.remarks[name] = "is not known to this converter"
+                if value not in (False, [], {}) and not name.endswith(CLASSES):
+                    done.unknown.append(name)
             case Not(note):
                 if note and value not in (False, ""):
                     done.remarks[name] = note

@@ -41,9 +41,17 @@ LOSS_MODES = {
 }
 ESTIMATORS_OF_KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
 TOO_LONG = {"error": "fail", "left": "cut"}  # of truncation: the beginning is cut off
-COVARIANCE = {  # options of the losses that select tokens
-    "clip_cov": {"clip_cov_ratio": "share", "clip_cov_lb": "low", "clip_cov_ub": "high"},
-    "kl_cov": {"kl_cov_ratio": "share", "ppo_kl_coef": "penalty"},
+OF_LOSSES = {  # options of one algorithm, which verl's file of all settings has for each
+    "clip_cov": {
+        "policy_loss.clip_cov_ratio": "cov_share",
+        "policy_loss.clip_cov_lb": "cov_low",
+        "policy_loss.clip_cov_ub": "cov_high",
+    },
+    "kl_cov": {
+        "policy_loss.kl_cov_ratio": "cov_share",
+        "policy_loss.ppo_kl_coef": "cov_penalty",
+    },
+    "sapo": {"tau_pos": "gate_positive", "tau_neg": "gate_negative"},
 }
 BUDGET = "micro-batches follow from train.token_budget"
 REFERENCE = "it is split as the policy: train.tp and its like"
@@ -83,6 +91,9 @@ RULES: Mapping[str, Rule] = {
     f"{A}.optim.weight_decay": To("train.weight_decay", as_number),
     f"{A}.optim.betas": To("train.betas"),
     f"{A}.grad_clip": To("train.grad_clip", as_number),
+    f"{A}.optim.clip_grad": To("train.grad_clip", as_number),
+    f"{A}.tau_pos": By(f"{OPTIONS}.gate_positive", as_number),
+    f"{A}.tau_neg": By(f"{OPTIONS}.gate_negative", as_number),
     f"{A}.ppo_mini_batch_size": By("algorithm.options.mini_batches", as_number),
     f"{A}.ppo_micro_batch_size": Not(BUDGET),
     f"{A}.ppo_micro_batch_size_per_gpu": Not(BUDGET),
@@ -291,9 +302,8 @@ def _algorithm(settings: Mapping[str, Any], done: Conversion) -> None:
     else:
         for key in [key for key in done.recipe if key.startswith("critic.")]:
             done.refuse(key, f"{name} has no critic")
-    for setting, option in COVARIANCE.get(name, {}).items():
-        value = settings.get(f"{A}.policy_loss.{setting}")
-        done.put(f"{OPTIONS}.cov_{option}", value, f"{A}.policy_loss.{setting}")
+    for setting, option in OF_LOSSES.get(name, {}).items():
+        done.put(f"{OPTIONS}.{option}", settings.get(f"{A}.{setting}"), f"{A}.{setting}")
 
 
 def _dapo(settings: Mapping[str, Any], done: Conversion) -> None:
