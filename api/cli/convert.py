@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from api.cli.common.output import refuse
+from api.terminal.numbers import counted
 from api.terminal.screen import complain, write
 
 
@@ -55,6 +56,7 @@ def convert_command(
     for name, remark in done.remarks.items():
         complain(f"  {name}: {remark}")
     if done.unknown:
-        complain(f"{len(done.unknown)} settings are not known to this converter:")
+        complain(f"Not known to this converter: {counted(len(done.unknown), 'setting')}")
     for table, names in groupby(done.unknown, key=lambda name: name.rpartition(".")[0]):
-        complain(f"  {table or '(top)'}: {', '.join(name.rpartition('.')[2] for name in names)}")
+        listed = ", ".join(name.rpartition(".")[2] for name in names)
+        complain(f"  {table}: {listed}" if table else f"  {listed}")

@@ -25,7 +25,7 @@ def test_a_recipe_is_written_that_check_accepts(
     (tmp_path / "grpo.yaml").write_text(TRL.format(model="tiny", rows="rows.jsonl"))
     done = runner.invoke(cli.app, ["convert", "grpo.yaml", "--out", "mine.toml"])
     assert done.exit_code == 0, done.output
-    assert "some_new_argument: is not known" in done.stderr
+    assert "Not known to this converter: 1 setting\n  some_new_argument\n" in done.stderr
     checked = runner.invoke(cli.app, ["check", "mine.toml"])
     assert checked.exit_code == 0, checked.output
 

@@ -334,7 +334,7 @@ def test_the_flags_of_a_script_of_trl_become_a_recipe(tmp_path: Path) -> None:
         "prompts.source": "datasets",
         "pipeline.arena": "",
     }
-    assert done.unknown == ["config_file"]
+    assert done.unknown == ["config_file", "follow"]
 
 
 def test_a_key_may_refer_to_another_one(tmp_path: Path) -> None:
