@@ -72,21 +72,19 @@ def take(path: Path, *, wait: float = 0.0) -> BinaryIO:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process holds the lock file ``path``.
+    """Return whether a process holds the lock file ``path``; False where there is no such file, or
+    its file system has no locks.
 
-    Neither makes the file nor holds the lock against others that look; one that takes the lock at
-    this very moment has to try again. Raises OSError when it cannot be read.
+    It is not held against others that look; one that takes the lock at this very moment has to try
+    again. Raises OSError when the file cannot be opened.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
+    if not path.exists():
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
     return False
 
 

@@ -14,12 +14,13 @@ from typing import TypeVar
 import structlog
 
 from orchestration.history.events_file import METRICS, newest_events
-from orchestration.state.lock import is_executed
+from orchestration.state.lock import LOCK
 from orchestration.state.paths import WHERE, shared_of
 from orchestration.state.recording import record_rest
 from orchestration.state.registry import Registry
 from pipeline.data.events import LIVE
 from pipeline.index.client import Index
+from pipeline.locks import is_held
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -37,7 +38,7 @@ async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> t
     its index. Raises NoneAlive when no command does, and LookupError for a run of a service."""
     try:
         where = json.loads((folder / WHERE).read_text())
-        if not where["hosted"] and not is_executed(folder):
+        if not where["hosted"] and not is_held(folder / LOCK):
             where = {}  # its command was killed
     except OSError:
         where = {}

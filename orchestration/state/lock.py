@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import structlog
 
-from pipeline.locks import Locked, is_held, take
+from pipeline.locks import Locked, take
 
 log = structlog.get_logger()
 
@@ -53,17 +53,6 @@ def lock_run(folder: Path, wait: float = MOMENT) -> BinaryIO:
             error=str(error),
         )
         return io.BytesIO()
-
-
-def is_executed(folder: Path) -> bool:
-    """Return whether a process executes the run in ``folder``. Raises OSError when its lock cannot
-    be read."""
-    try:
-        return is_held(folder / LOCK)
-    except OSError as error:
-        if error.errno not in WITHOUT_LOCKS:
-            raise
-        return False
 
 
 def _since(folder: Path) -> str:

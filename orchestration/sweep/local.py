@@ -29,13 +29,14 @@ from orchestration.history.lines import event_of
 from orchestration.private_files import write_private
 from orchestration.processes.environment import importable
 from orchestration.recipe.problems import RecipeError
-from orchestration.state.lock import is_executed
+from orchestration.state.lock import LOCK
 from orchestration.state.paths import RECIPE
 from orchestration.streams import TIED
 from orchestration.sweep.checks import recipe_of
 from orchestration.sweep.record import LOGS, RECIPES, Sweep, SweepRun
 from orchestration.sweep.room import Room, Share
 from pipeline.data.events import Event, order
+from pipeline.locks import is_held
 
 log = structlog.get_logger()
 
@@ -193,7 +194,7 @@ async def _is_free(folder: Path, stop: asyncio.Event) -> bool:
     first."""
     waits = False
     while folder.is_dir():  # noqa: ASYNC240
-        if not is_executed(folder):
+        if not is_held(folder / LOCK):
             return True
         if not waits:
             log.info("waiting for a run of the sweep to end", folder=str(folder))

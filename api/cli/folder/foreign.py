@@ -7,8 +7,8 @@ a pipe or a device in it ─▶ refused by its name: reading it would wait, or n
 
 from __future__ import annotations
 
+import contextlib
 import os
-import pwd
 import stat
 from pathlib import Path
 from typing import TypeVar
@@ -47,27 +47,19 @@ def run_folder(run: Named) -> Named:
 def refuse_unreadable(run: Path) -> None:
     """End the command where the recipe in the folder ``run`` may not be read by this user."""
     recipe = run / "recipe.json"
+    owner = "its owner"
     try:
-        os.close(os.open(recipe, os.O_RDONLY | os.O_NONBLOCK))  # a pipe would be waited for
+        os.close(os.open(recipe, os.O_NONBLOCK))  # a pipe would be waited for
     except PermissionError:
+        with contextlib.suppress(KeyError, OSError):
+            owner = f"user {run.owner()}"
         refuse(
-            f"run: {recipe} can be read by {_owner(run)} alone, as a recipe may hold passwords; "
+            f"run: {recipe} can be read by {owner} alone, as a recipe may hold passwords; "
             f"give the command as that user. launch.readers opens a run's samples, metrics, logs "
             f"and checkpoints to others, not its recipe and its index"
         )
     except OSError:
         return  # is reported where it is read
-
-
-def _owner(path: Path) -> str:
-    try:
-        owner = path.stat().st_uid
-    except OSError:
-        return "its owner"
-    try:
-        return f"user {pwd.getpwuid(owner).pw_name}"
-    except KeyError:
-        return f"user {owner}"
 
 
 def refuse_anothers(run_dir: Path, trusted: bool) -> None:

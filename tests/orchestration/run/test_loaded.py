@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_house import PACKAGES, ROOT, code_tokens
 
-TOKENS = 266_300  # of our own code, in all processes together; without comments and docstrings
+TOKENS = 266_400  # of our own code, in all processes together; without comments and docstrings
 # Each process lists its modules when it ends: the children of a fork server too, which run the
 # exit functions that the server has registered.
 LIST = """
