@@ -8,11 +8,12 @@ several assignments the last one before a word counts.
 from __future__ import annotations
 
 import ast
+import io
 import operator
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -57,10 +58,10 @@ def words(text: str) -> Iterator[str]:
     text = text.replace("\\\n", " ")
     # one word, whatever spaces it has
     text = ARITHMETIC.sub(lambda match: re.sub(r"\s", "", match[0]), text)
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=ENDS)
+    lexer = shlex.shlex(_Lines(text), posix=True, punctuation_chars=ENDS)
     lexer.whitespace = " \t\r"
     lexer.whitespace_split = True
-    variables = {"HOME": str(Path.home())}
+    variables = {"HOME": os.path.expanduser("~")}
     assigns = True  # so far in this command
     for word in lexer:
         assignment = ASSIGNMENT.fullmatch(word) if assigns else None
@@ -73,6 +74,16 @@ def words(text: str) -> Iterator[str]:
         elif word:
             yield expanded(word, variables)
             assigns = word[0] in ENDS or word in DECLARATIONS
+
+
+class _Lines(io.StringIO):
+    """A text of which a comment, which shlex reads as a line, leaves the end of the line."""
+
+    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
+        line = super().readline(-1 if size is None else size)
+        if line.endswith("\n"):
+            self.seek(self.tell() - 1)
+        return line
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:

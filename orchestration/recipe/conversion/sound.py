@@ -19,7 +19,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import arena_bytes
 from pipeline.problems import Problem
 
-ROUNDS = 3  # what is left out may have hidden another problem
+ROUNDS = 10  # what is left out may have hidden another problem
 STAND_INS = {"reward.functions": [{"name": "exact_number"}]}  # for code that the settings name
 NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 OF_ENVIRONMENTS = "environment.max_turns"

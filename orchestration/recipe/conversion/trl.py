@@ -43,6 +43,12 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
 TRUE_ONLY = {True: None}
 SYNC = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
 OPTIONS = "algorithm.options"
+
+
+def _strategy(value: Any) -> str:
+    return "no" if value is False else as_text(value)  # as YAML reads a no
+
+
 RULES: Mapping[str, Rule] = {
     "model_name_or_path": To("model.source", note="put the model's folder here"),
     "dtype": To("model.dtype", DTYPES),
@@ -127,9 +133,9 @@ RULES: Mapping[str, Rule] = {
     ),
     "lora_dropout": Not("adapters have no dropout here"),
     "eval_steps": By("evaluate.every", as_number),
-    "eval_strategy": By("evaluate.every", as_text),
+    "eval_strategy": By("evaluate.every", _strategy),
     "save_steps": By("checkpoint.every", as_number),
-    "save_strategy": By("checkpoint.every", as_text),
+    "save_strategy": By("checkpoint.every", _strategy),
     "save_total_limit": To("checkpoint.keep"),
     "output_dir": Not("asyncdock run RECIPE --out FOLDER"),
     "run_name": To("name"),
@@ -257,10 +263,11 @@ def _clip(settings: Mapping[str, Any], done: Conversion) -> None:
 
 def _rewards(settings: Mapping[str, Any], done: Conversion) -> None:
     names = _listed(settings.get("reward_funcs"))
-    weights = _listed(settings.get("reward_weights")) or [1.0] * len(names)
+    weights = _listed(settings.get("reward_weights"))
     if not names:
         return
     functions = list[dict[str, Any]]()
+    weights += [1.0] * (len(names) - len(weights))
     for name, weight in zip(names, weights, strict=False):
         module, _, function = str(name).rpartition(".")
         functions.append({"name": f"{module}:{function}" if module else function})
@@ -275,4 +282,4 @@ def _rewards(settings: Mapping[str, Any], done: Conversion) -> None:
 def _listed(value: Any) -> list[Any]:
     if value is None:
         return []
-    return value if isinstance(value, list) else [value]
+    return [*value] if isinstance(value, list) else [value]

@@ -255,7 +255,7 @@ def test_what_is_no_configuration_is_refused(
 
 SCRIPT = """\
 #!/usr/bin/env bash
-set -xeuo pipefail
+set -xeuo pipefail  # don't go on
 adv=grpo
 max_prompt=$((1024 * 2))
 max_response=$((1024 * 4))
@@ -378,6 +378,7 @@ def test_prompts_that_are_too_long_for_verl(
         ({"eval_steps": 5, "save_steps": 7}, (None, 7)),
         ({"eval_steps": 5, "eval_strategy": "steps"}, (5, None)),
         ({"save_steps": 7, "save_strategy": "no"}, (None, None)),
+        ({"save_steps": 7, "save_strategy": False}, (None, None)),
         ({"save_steps": 0.25, "max_steps": 40}, (None, 10)),
         ({"save_steps": 0.25}, (None, None)),
     ],
