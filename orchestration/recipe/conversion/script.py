@@ -55,7 +55,7 @@ def flags(text: str) -> Iterator[tuple[str, list[str]]]:
 
 def words(text: str) -> Iterator[str]:
     """Yield the words of the script's commands, and what ends or redirects one."""
-    text = text.replace("\\\n", " ")
+    text = text.rstrip("\\ \n").replace("\\\n", " ") + "\n"
     # one word, whatever spaces it has
     text = ARITHMETIC.sub(lambda match: re.sub(r"\s", "", match[0]), text)
     lexer = shlex.shlex(_Lines(text), posix=True, punctuation_chars=ENDS)

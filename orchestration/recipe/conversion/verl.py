@@ -23,6 +23,8 @@ A = "actor_rollout_ref.actor"
 R = "actor_rollout_ref.rollout"
 M = "actor_rollout_ref.model"
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+FORMER_OVERLONG = "reward_model.overlong_buffer"
+CORRECTION = "algorithm.rollout_correction"
 OPTIONS = "algorithm.options"
 ESTIMATORS = {
     "grpo": "grpo",
@@ -54,6 +56,8 @@ OF_LOSSES = {  # options of one algorithm, which verl's file of all settings has
     "sapo": {"tau_pos": "gate_positive", "tau_neg": "gate_negative"},
 }
 BUDGET = "micro-batches follow from train.token_budget"
+LEVELS = {"token": None, "sequence": "sequence"}
+STALENESS = "each step's weights are delivered; pipeline.staleness bounds the age in versions"
 REFERENCE = "it is split as the policy: train.tp and its like"
 CRITIC = "as the policy's: train.activation_checkpointing"
 OFFLOAD = "masters and optimizer state stay where the trainer computes"
@@ -184,6 +188,22 @@ RULES: Mapping[str, Rule] = {
     f"{OVERLONG}.log": Not(),
     "reward_model.reward_kwargs.max_resp_len": By(f"{OPTIONS}.longest_response", as_number),
     "reward_model.reward_manager": Not(),
+    f"{CORRECTION}.rollout_is": By(f"{OPTIONS}.correction, {OPTIONS}.correction_level", as_text),
+    f"{CORRECTION}.rollout_is_threshold": By(f"{OPTIONS}.weight_high", as_number),
+    f"{CORRECTION}.bypass_mode": By(f"{OPTIONS}.proximal"),
+    f"{CORRECTION}.rollout_rs": Not("correction = 'mask' leaves tokens out by their weights"),
+    "async_training.require_batches": By(
+        f"train.groups_per_step, {OPTIONS}.mini_batches", as_number
+    ),
+    "async_training.staleness_threshold": Not(STALENESS),
+    "async_training.trigger_parameter_sync_step": Not(STALENESS),
+    "async_training.partial_rollout": Not("responses go on over a swap: rollout.on_update"),
+    "async_training.use_rollout_log_probs": Not("algorithm.options.proximal"),
+    "async_training.compute_prox_log_prob": Not("algorithm.options.proximal"),
+    "rollout.total_rollout_steps": By("train.steps", as_number),
+    "rollout.test_freq": To("evaluate.every", lambda steps: steps if steps > 0 else None),
+    "rollout.nnodes": Not("docs/cluster.md: workers on several machines"),
+    "rollout.n_gpus_per_node": Not("rollout.workers, each on rollout.vllm.tensor_parallel devices"),
     "critic.model.path": To("critic.source", note="put the model's folder here"),
     "critic.optim.lr": To("critic.learning_rate", as_number),
     "critic.ppo_micro_batch_size_per_gpu": Not(BUDGET),
@@ -215,6 +235,10 @@ RULES: Mapping[str, Rule] = {
 
 def convert(settings: Mapping[str, Any]) -> Conversion:
     """Return the recipe of verl's ``settings``."""
+    settings = {
+        name.replace(FORMER_OVERLONG, OVERLONG) if name.startswith(FORMER_OVERLONG) else name: value
+        for name, value in settings.items()
+    }
     done, settings = apply_rules(settings, RULES)
     _data(settings, done)
     _engine(settings, done)
@@ -222,11 +246,8 @@ def convert(settings: Mapping[str, Any]) -> Conversion:
     _dapo(settings, done)
     _kl(settings, done)
     _clip(settings, done)
-    prompts = settings.get("data.train_batch_size")
-    done.put("train.groups_per_step", prompts, "data.train_batch_size")
-    part = settings.get(f"{A}.ppo_mini_batch_size")
-    if prompts and part:
-        done.put(f"{OPTIONS}.mini_batches", max(1, prompts // part), f"{A}.ppo_mini_batch_size")
+    _batch(settings, done)
+    _correction(settings, done)
     put_steps(done, "trainer.total_epochs", settings.get("trainer.total_epochs", 0))
     ratio = settings.get(f"{A}.optim.lr_warmup_steps_ratio")
     if ratio and "train.steps" in done.recipe:
@@ -241,6 +262,32 @@ def convert(settings: Mapping[str, Any]) -> Conversion:
             "reward.functions"
         )
     return done
+
+
+def _batch(settings: Mapping[str, Any], done: Conversion) -> None:
+    """Set the prompts of a step and its optimizer steps. Where rollouts are asynchronous there, a
+    step has so many mini-batches, and ``data.train_batch_size`` is 0."""
+    name, part_name = "data.train_batch_size", f"{A}.ppo_mini_batch_size"
+    prompts, part = settings.get(name, 0), settings.get(part_name, 0)
+    if not prompts and part:
+        name = part_name
+        prompts = part * settings.get("async_training.require_batches", 1)
+    done.put("train.groups_per_step", prompts or None, name)
+    if prompts and part:
+        done.put(f"{OPTIONS}.mini_batches", max(1, prompts // part), part_name)
+    total = settings.get("rollout.total_rollout_steps", 0)
+    if total and prompts and "train.steps" not in done.recipe:
+        done.put("train.steps", max(1, total // prompts), "rollout.total_rollout_steps")
+
+
+def _correction(settings: Mapping[str, Any], done: Conversion) -> None:
+    level = settings.get(f"{CORRECTION}.rollout_is")
+    if level in LEVELS and not settings.get(f"{CORRECTION}.bypass_mode"):
+        done.put(f"{OPTIONS}.proximal", "recomputed", f"{CORRECTION}.bypass_mode")
+        done.put(f"{OPTIONS}.correction", "truncate", f"{CORRECTION}.rollout_is")
+        done.put(f"{OPTIONS}.correction_level", LEVELS[level], f"{CORRECTION}.rollout_is")
+        name = f"{CORRECTION}.rollout_is_threshold"
+        done.put(f"{OPTIONS}.weight_high", settings.get(name), name)
 
 
 def _data(settings: Mapping[str, Any], done: Conversion) -> None:

@@ -196,8 +196,9 @@ def test_dapo_of_verl_is_dapo() -> None:
     given_settings = {
         "algorithm.adv_estimator": "grpo",
         "data.max_response_length": 4096,
-        **{f"{verl.OVERLONG}.{name}": value for name, value in overlong.items()},
     }
+    former = {f"reward_model.overlong_buffer.{name}": value for name, value in overlong.items()}
+    newer = {f"{verl.OVERLONG}.{name}": value for name, value in overlong.items()}
     wanted = {
         "algorithm.name": "dapo",
         "algorithm.options.longest_response": 4096,
@@ -205,11 +206,12 @@ def test_dapo_of_verl_is_dapo() -> None:
         "algorithm.options.drop_equal": False,
         "algorithm.options.clip_high": 0.2,
     }
-    done = verl.convert(given_settings)
-    assert done.recipe | wanted == done.recipe
+    for form in (former, newer):
+        done = verl.convert({**given_settings, **form})
+        assert done.recipe | wanted == done.recipe
     more = {"enable": True, "metric": "seq_reward"}
     filtered = {f"algorithm.filter_groups.{name}": value for name, value in more.items()}
-    other = verl.convert({**given_settings, **filtered, f"{verl.A}.clip_ratio_high": 0.28})
+    other = verl.convert({**given_settings, **newer, **filtered, f"{verl.A}.clip_ratio_high": 0.28})
     wanted |= {
         "algorithm.options.drop_equal": True,
         "algorithm.options.drop_by": "penalized",
@@ -217,6 +219,32 @@ def test_dapo_of_verl_is_dapo() -> None:
     }
     assert other.recipe | wanted == other.recipe
     assert verl.convert({"data.max_response_length": 8}).recipe.get("algorithm.name") == "ppo"
+
+
+def test_asynchronous_training_of_verl_has_the_prompts_of_its_mini_batches() -> None:
+    done = verl.convert(
+        {
+            "algorithm.adv_estimator": "grpo",
+            "data.train_batch_size": 0,
+            f"{verl.A}.ppo_mini_batch_size": 32,
+            "async_training.require_batches": 4,
+            "async_training.staleness_threshold": 0.1,
+            "rollout.total_rollout_steps": 51200,
+            "algorithm.rollout_correction.rollout_is": "sequence",
+            "algorithm.rollout_correction.rollout_is_threshold": 3.0,
+        }
+    )
+    wanted = {
+        "train.groups_per_step": 128,
+        "train.steps": 400,
+        "algorithm.options.mini_batches": 4,
+        "algorithm.options.proximal": "recomputed",
+        "algorithm.options.correction": "truncate",
+        "algorithm.options.correction_level": "sequence",
+        "algorithm.options.weight_high": 3.0,
+    }
+    assert done.recipe | wanted == done.recipe
+    assert "pipeline.staleness" in done.remarks["async_training.staleness_threshold"]
 
 
 @pytest.mark.parametrize("module", [trl, verl])
@@ -274,7 +302,7 @@ python3 -m verl.trainer.main_ppo \\
     actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3 \\
     actor_rollout_ref.actor.policy_loss.clip_cov_ratio=0.1 \\
     trainer.nnodes=$NODES trainer.save_freq=$EVERY trainer.total_epochs=2 \\
-    trainer.experiment_name="@my run: 1: a" $@
+    trainer.experiment_name="@my run: 1: a" "${MORE[@]}" \\
 """
 
 
