@@ -102,6 +102,7 @@ class Host:
         self._shared = False  # the run's folder is here too
         self._devices = DevicePool(on_this_node())
         self._lives: dict[str, asyncio.Task[None]] = {}
+        self._ending = set[str]()  # of these: nothing may cut that short
         self._room = asyncio.Event()
         self._emptied = asyncio.Event()  # the last of its workers has left
         self._moved = False
@@ -174,10 +175,11 @@ class Host:
                     self._leave(stop, dock, recipe.launch.stop_timeout),
                 )
             finally:
-                for life in self._lives.values():
-                    life.cancel()
+                for name, life in self._lives.items():
+                    if name not in self._ending:
+                        life.cancel()
                 await asyncio.gather(*self._lives.values(), return_exceptions=True)
-                self._lives.clear()  # one that was being ended has not taken itself out
+                self._lives.clear()  # one that found no index has not taken itself out
                 self._devices = DevicePool(on_this_node())
             await self._emit("stopped")
             return bool(again)
@@ -334,6 +336,7 @@ class Host:
         except OSError as error:
             log.error("worker cannot be started", worker=name, error=str(error))
         finally:
+            self._ending.add(name)
             if life is not None:
                 life.end()
                 await life.wait()

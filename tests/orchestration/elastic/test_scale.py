@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from orchestration.recipe.worker_kinds import remote_workers
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from orchestration.state.documents import (
+    END,
     ENDING,
     HEAD,
+    IS_LOST,
     LEAVE,
     ORDERS,
     RUN_PATHS,
@@ -31,7 +35,7 @@ from orchestration.state.paths import RunPaths
 from orchestration.state.registry import WrongState
 from orchestration.supervise.scale import request_scale, scaled
 from orchestration.workers.rollout import RolloutJob
-from pipeline.documents.flow import SECRET, WAREHOUSES
+from pipeline.documents.flow import SECRET, STATE, WAREHOUSES
 from pipeline.index.client import Index, RunConfig
 from pipeline.warehouse.dock import Dock
 from stages.engines.mock.engines import MockRolloutEngine
@@ -239,11 +243,9 @@ class Lives:
         """Nothing of it is left."""
 
 
-async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_further_orders(
-    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosts, "ProcessLauncher", Lives)
-    Lives.launched = asyncio.Queue()
+@asynccontextmanager
+async def hosting(index: Index, tmp_path: Path) -> AsyncIterator[tuple[hosts.Host, asyncio.Event]]:
+    """A host of a run whose head gives signs of life, and has a warehouse; and what stops it."""
     of = recipe(MOCK, **REMOTE)
     await index.init(
         flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}
@@ -257,38 +259,86 @@ async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_furthe
     )
     (tmp_path / "shared").mkdir()
     await head.join(1 << 20)
+    beating = asyncio.create_task(beat(index, HEAD))
+    host = hosts.Host(index.url, index.run, tmp_path / "data", serve="127.0.0.1")
+    try:
+        yield host, asyncio.Event()
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await head.close()
 
+
+async def ordered(index: Index, number: int) -> ScriptedLife:
+    await ORDERS.append(index, number, Order("rollout", 1, f"rollout-1-{number}", ""))
+    return await asyncio.wait_for(Lives.launched.get(), 20)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts start lives that the test ends."""
+    monkeypatch.setattr(hosts, "ProcessLauncher", Lives)
+    Lives.launched = asyncio.Queue()
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_further_orders(
+    index: Index, tmp_path: Path
+) -> None:
     async def warehouses(count: int) -> None:
         async with asyncio.timeout(20):
             while len(await index.warehouses()) != count:
                 await index.wait(WAREHOUSES, "0", 0.05)  # an end of one wakes nothing
 
-    async def order(number: int) -> ScriptedLife:
-        await ORDERS.append(index, number, Order("rollout", 1, f"rollout-1-{number}", ""))
-        return await asyncio.wait_for(Lives.launched.get(), 20)
+    async with hosting(index, tmp_path) as (host, stop):
+        working = asyncio.create_task(host.run(stop))
+        try:
+            await warehouses(2)
+            life = await ordered(index, 0)
+            await LEAVE.put(index, True, name=life.name)
+            life.code.set_result(0)
+            await warehouses(1)
+            assert not working.done(), "it takes further orders"
+            life = await ordered(index, 1)
+            await warehouses(2)
+            stop.set()
+            await LEAVE.wait(index, 20, name=life.name)
+            assert not working.done(), "it waits for what its worker parks"
+            life.code.set_result(0)
+            await asyncio.wait_for(working, 20)
+            assert await ENDING.get(index, name=life.name) == Ending(EndKind.DONE)
+            await warehouses(1)
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
 
-    host = hosts.Host(index.url, index.run, tmp_path / "data", serve="127.0.0.1")
-    stop = asyncio.Event()
-    beating = asyncio.create_task(beat(index, HEAD))
-    working = asyncio.create_task(host.run(stop))
-    try:
-        await warehouses(2)
-        life = await order(0)
-        await LEAVE.put(index, True, name=life.name)
-        life.code.set_result(0)
-        await warehouses(1)
-        assert not working.done(), "it takes further orders"
-        life = await order(1)
-        await warehouses(2)
-        stop.set()
-        await LEAVE.wait(index, 20, name=life.name)
-        assert not working.done(), "it waits for what its worker parks"
-        life.code.set_result(0)
-        await asyncio.wait_for(working, 20)
-        assert await ENDING.get(index, name=life.name) == Ending(EndKind.DONE)
-        await warehouses(1)
-    finally:
-        for task in (working, beating):
-            task.cancel()
-        await asyncio.gather(working, beating, return_exceptions=True)
-        await head.close()
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_host_that_comes_back_frees_what_its_workers_took_while_they_were_ended(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of a machine that slept took the only turn to swap before it was killed, and no
+    other worker of the run got new weights for as long as a turn may last, 18 minutes."""
+    ended = asyncio.Event()
+    monkeypatch.setattr(ScriptedLife, "end", lambda life: ended.set())
+    async with hosting(index, tmp_path) as (host, stop):
+        former = host.name
+        working = asyncio.create_task(host.run(stop))
+        try:
+            life = await ordered(index, 0)
+            await index.forget_worker(life.name, ended=False)  # by the head
+            await END.put(index, True, name=life.name)
+            await asyncio.wait_for(ended.wait(), 20)
+            assert (await index.take_swap_turn(life.name, most=1, lease=600.0)).granted
+            await IS_LOST.put(index, True, host=former)
+            await index.wake(STATE)
+            await asyncio.sleep(0.3)  # it sees that, and ends all that it has here
+            life.code.set_result(-9)
+            async with asyncio.timeout(20):
+                while host.name == former:  # noqa: ASYNC110 (an attribute wakes nobody)
+                    await asyncio.sleep(0.05)
+            assert (await index.take_swap_turn("other", most=1, lease=600.0)).granted
+            assert await ENDING.get(index, name=life.name) == Ending(code=-9)
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
