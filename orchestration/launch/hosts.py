@@ -243,7 +243,8 @@ class Host:
                 lives = dict(self._lives)
                 for name in lives:
                     await LEAVE.put(self._index, True, name=name)
-                await asyncio.gather(*lives.values(), return_exceptions=True)
+                if lives:
+                    await asyncio.wait(lives.values())  # a timeout cancels none of them
                 await self._move_away(dock)
         except TimeoutError:
             log.warning("not all was moved away within launch.stop_timeout", seconds=timeout)

@@ -244,9 +244,11 @@ class Lives:
 
 
 @asynccontextmanager
-async def hosting(index: Index, tmp_path: Path) -> AsyncIterator[tuple[hosts.Host, asyncio.Event]]:
+async def hosting(
+    index: Index, tmp_path: Path, **changes: Any
+) -> AsyncIterator[tuple[hosts.Host, asyncio.Event]]:
     """A host of a run whose head gives signs of life, and has a warehouse; and what stops it."""
-    of = recipe(MOCK, **REMOTE)
+    of = recipe(MOCK, **REMOTE, **changes)
     await index.init(
         flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}
     )
@@ -314,14 +316,15 @@ async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_furthe
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_host_that_comes_back_frees_what_its_workers_took_while_they_were_ended(
-    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["the run took it for lost", "it was asked to stop"])
+async def test_a_host_that_ends_frees_what_its_workers_took_while_they_were_ended(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """A worker of a machine that slept took the only turn to swap before it was killed, and no
     other worker of the run got new weights for as long as a turn may last, 18 minutes."""
     ended = asyncio.Event()
     monkeypatch.setattr(ScriptedLife, "end", lambda life: ended.set())
-    async with hosting(index, tmp_path) as (host, stop):
+    async with hosting(index, tmp_path, launch__stop_timeout=0.2) as (host, stop):
         former = host.name
         working = asyncio.create_task(host.run(stop))
         try:
@@ -330,12 +333,15 @@ async def test_a_host_that_comes_back_frees_what_its_workers_took_while_they_wer
             await END.put(index, True, name=life.name)
             await asyncio.wait_for(ended.wait(), 20)
             assert (await index.take_swap_turn(life.name, most=1, lease=600.0)).granted
-            await IS_LOST.put(index, True, host=former)
-            await index.wake(STATE)
-            await asyncio.sleep(0.3)  # it sees that, and ends all that it has here
+            if why == "it was asked to stop":
+                stop.set()
+            else:
+                await IS_LOST.put(index, True, host=former)
+                await index.wake(STATE)
+            await asyncio.sleep(0.6)  # it sees that, and ends all that it has here
             life.code.set_result(-9)
             async with asyncio.timeout(20):
-                while host.name == former:  # noqa: ASYNC110 (an attribute wakes nobody)
+                while host.name == former and not working.done():  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             assert (await index.take_swap_turn("other", most=1, lease=600.0)).granted
             assert await ENDING.get(index, name=life.name) == Ending(code=-9)
