@@ -59,13 +59,17 @@ async def freeze(clock: ShiftedClock) -> None:
     await asyncio.sleep(FROZEN_SECONDS)
     for each in processes:
         each.send_signal(signal.SIGCONT)
+    await asyncio.sleep(4)  # leases could end, and the ledger is recorded
 
 
 def disturbances(events: Iterable[Event]) -> tuple[list[dict[str, Any]], int]:
-    """The events of workers that were taken for dead, and how many rows were delivered again."""
+    """The events of workers that were taken for dead, and how many rows were delivered again, until
+    the run is stopped: a stage may hand a claim back then."""
     workers = []
     redelivered = 0
     for event in events:
+        if event.kind == "state" and event.data["state"] == "stopping":
+            break
         if event.kind == "worker" and event.data["change"] in (
             "died",
             "restarted",
