@@ -75,16 +75,19 @@ def is_held(path: Path) -> bool:
     """Return whether a process holds the lock file ``path``; False where there is no such file, or
     its file system has no locks.
 
-    It is not held against others that look; one that takes the lock at this very moment has to try
+    Others may look at the same time. A process that takes the lock at this very moment has to try
     again. Raises OSError when the file cannot be opened.
     """
-    if not path.exists():
+    try:
+        descriptor = os.open(path, os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
         return False
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return isinstance(error, BlockingIOError)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
     return False
 
 

@@ -19,7 +19,7 @@ from pipeline.locks import Locked, take
 log = structlog.get_logger()
 
 LOCK = "run.lock"  # in the run's folder
-MOMENT = 0.5  # seconds for which others hold the lock who only look, or record late events
+MOMENT = 0.5  # seconds: who only looks, or records late events, holds the lock for less
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of some network file systems
 
 
