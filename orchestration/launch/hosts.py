@@ -102,7 +102,7 @@ class Host:
         self._shared = False  # the run's folder is here too
         self._devices = DevicePool(on_this_node())
         self._lives: dict[str, asyncio.Task[None]] = {}
-        self._ending = set[str]()  # of these: nothing may cut that short
+        self._ending = set[str]()  # of them those that end, which nothing may cut short
         self._room = asyncio.Event()
         self._emptied = asyncio.Event()  # the last of its workers has left
         self._moved = False
@@ -180,6 +180,7 @@ class Host:
                         life.cancel()
                 await asyncio.gather(*self._lives.values(), return_exceptions=True)
                 self._lives.clear()  # one that found no index has not taken itself out
+                self._ending.clear()
                 self._devices = DevicePool(on_this_node())
             await self._emit("stopped")
             return bool(again)
@@ -347,6 +348,7 @@ class Host:
             await ENDING.put(self._index, ending, name=name)
             self._devices.take_back((kind, number))
             del self._lives[name]
+            self._ending.remove(name)
             self._room.set()
             if not self._lives and await LEAVE.get(self._index, name=name):
                 self._emptied.set()
