@@ -4,6 +4,7 @@ network namespaces."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -231,14 +232,16 @@ async def test_a_host_that_was_taken_for_lost_joins_again_when_it_is_back(tmp_pa
             await watched.until(lambda: len(watched.of("step")) > 3)
             family = [psutil.Process(host.pid), *psutil.Process(host.pid).children(recursive=True)]
             for process in family:
-                process.suspend()
+                with contextlib.suppress(psutil.NoSuchProcess):  # one that was ending
+                    process.suspend()
             await watched.until(
                 lambda: (
                     ("host", "died") in [(e["stage"], e["change"]) for e in watched.of("worker")]
                 )
             )
             for process in family:
-                process.resume()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
             await watched.until(lambda: len(set(hosts())) == 2)
             steps = len(watched.of("step"))
             await watched.until(lambda: len(watched.of("step")) > steps + 3)
