@@ -42,7 +42,10 @@ def convert_command(
         refuse(f"FILE: {error}")
     if of is None:
         of = "verl" if any("." in name for name in settings.keys() & verl.RULES.keys()) else "trl"
-    done = (trl if of == "trl" else verl).convert(settings)
+    trainer = trl if of == "trl" else verl
+    if not settings.keys() & trainer.RULES.keys():
+        refuse(f"FILE: {file} has no setting of TRL's or verl's trainer; give its configuration")
+    done = trainer.convert(settings)
     text = toml_tables(done.tables())
     if out is None:
         write(text.rstrip("\n"))

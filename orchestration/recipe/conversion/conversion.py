@@ -148,7 +148,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         content = _of_script(text) if is_script else yaml.safe_load(text)
-    except (yaml.YAMLError, OSError, ValueError) as error:
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise NotConverted(f"{path} cannot be read: {error}") from error
     if is_script and not content:
         raise NotConverted(f"{path} has no words as a.key=value or --key; give the YAML file")

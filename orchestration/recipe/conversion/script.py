@@ -100,7 +100,7 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
     def number(match: re.Match[str]) -> str:
         try:
             return str(_integer(ast.parse(match[1], mode="eval").body, variables))
-        except (SyntaxError, ValueError, ZeroDivisionError):
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
             return match[0]
 
     before = None

@@ -42,3 +42,11 @@ def test_a_file_that_is_none_is_refused() -> None:
     done = runner.invoke(cli.app, ["convert", "there-is-none.yaml"])
     assert done.exit_code == 2
     assert "FILE" in done.stderr
+
+
+def test_a_script_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "build.sh"
+    file.write_text("make --jobs 4 all && tar --create --file a.tar .\n")
+    done = runner.invoke(cli.app, ["convert", str(file)])
+    assert done.exit_code == 2
+    assert f"FILE: {file} has no setting of TRL's or verl's trainer" in done.stderr

@@ -270,6 +270,8 @@ def test_the_page_has_every_rule(name: str) -> None:
         ("- a\n- b\n", "a.yaml", "no table of settings"),
         ("a: [", "a.yaml", "cannot be read"),
         ("echo hello\n", "run.sh", "no words as a.key=value or --key"),
+        ("a: " + "[" * 3000 + "]" * 3000, "deep.yaml", "recursion"),
+        ("python x 'a.b=1", "open.sh", "No closing quotation"),
     ],
 )
 def test_what_is_no_configuration_is_refused(
