@@ -517,18 +517,25 @@ class SyncClient:
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
         if not self._close.alive:
             raise RuntimeError("this client is closed; make a new one")
+        begun = list[Callable[[], object]]()  # what cancels the call
         ended = threading.Event()
 
         async def working() -> T:
+            cancel = asyncio.current_task().cancel  # type: ignore[union-attr]
+            begun.append(functools.partial(asyncio.get_running_loop().call_soon_threadsafe, cancel))
             try:
                 return await work()
             finally:
                 ended.set()
 
-        future = self._portal.start_task_soon(working)
         try:
-            return future.result()
+            return self._portal.start_task_soon(working).result()
+        except Exception:
+            raise
         except BaseException:  # such as Ctrl-C: the call must not continue unseen
-            future.cancel()
-            ended.wait(CANCEL_SECONDS)
+            with contextlib.suppress(RuntimeError):  # the client was closed meanwhile
+                self._portal.call(lambda: None)  # then it has begun, if it was being started
+            for cancel in begun:
+                cancel()
+                ended.wait(CANCEL_SECONDS)
             raise

@@ -11,13 +11,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
 
-from api.client import Run, WrongInput, WrongState, open_run, start
+from api.client import Client, Run, SyncClient, WrongInput, WrongState, open_run, start
+from api.client.client import _iterating
 from orchestration.checkpoints.checkpoint import latest
 from orchestration.history.events_file import METRICS, read_metrics
 from tests.api.served import ROOT, SECONDS, Served, environment
@@ -109,6 +111,43 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("at", ["start", "result"])
+def test_an_interrupted_call_ends(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """Wherever Ctrl-C comes: it was a RuntimeError of a generator that goes on, where the call was
+    only being started."""
+    waits, ended = threading.Event(), threading.Event()
+
+    async def two(_: Client) -> AsyncGenerator[int]:
+        yield 1
+        try:
+            waits.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with SyncClient("http://127.0.0.1:1") as client:
+        begin = client._portal.start_task_soon
+
+        def interrupted(work: Callable[..., Any], *args: Any) -> Any:
+            monkeypatch.setattr(client._portal, "start_task_soon", begin)
+            future = begin(work, *args)
+            assert waits.wait(10)
+            if at == "start":
+                raise KeyboardInterrupt
+            monkeypatch.setattr(future, "result", interrupt)
+            return future
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        items = _iterating(two)(client)
+        assert next(items) == 1
+        monkeypatch.setattr(client._portal, "start_task_soon", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(items)
+        assert ended.is_set()
 
 
 @pytest.mark.usefixtures("interruptible")
