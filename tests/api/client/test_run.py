@@ -164,10 +164,12 @@ def test_an_interrupt_leaves_the_run_going(long: Run) -> None:
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        long.follow()
-    ended.set()
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            long.follow()
+    finally:
+        ended.set()  # further signals would end the tests
+        thread.join()
     steps = len(long.metrics())
     events = long.events(kinds=["step"])
     assert [next(events).kind for _ in range(steps + 1)] == ["step"] * (steps + 1)
