@@ -29,6 +29,7 @@ from orchestration.policy.served import Policies
 from orchestration.processes.forkserver import ForkServer
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from orchestration.state.paths import RECIPE
 from stages.model import manifest
 from tests.forked import fork_server
 from tests.orchestration.runs import TINY, complete, recipe
@@ -286,8 +287,26 @@ def test_a_pipe_in_a_run_is_named(ended: Path, tmp_path: Path, name: str) -> Non
         assert f"{run / name} is a pipe, which no run has" in output, command
 
 
+@pytest.fixture
+def anothers() -> Iterator[Path]:
+    """The folder of a run whose recipe is there, and cannot be read with :func:`as_nobody`."""
+    folder = Path(tempfile.mkdtemp(prefix="others-"))  # others may not enter those of pytest
+    folder.chmod(0o755)
+    run = folder / "run"
+    run.mkdir(mode=0o755)
+    (run / RECIPE).write_text(recipe(TINY).to_json())
+    (run / RECIPE).chmod(0o600 if os.geteuid() == 0 else 0)
+    yield run
+    run.chmod(0o700)
+    shutil.rmtree(folder)
+
+
 @contextlib.contextmanager
 def as_nobody() -> Iterator[None]:
+    """As a user who may read no file of mode 600. One who is not root has files without a mode."""
+    if os.geteuid() != 0:
+        yield
+        return
     os.setegid(65534), os.seteuid(65534)
     try:
         yield
@@ -298,42 +317,25 @@ def as_nobody() -> Iterator[None]:
 ABOUT_A_RUN = ("samples", "why", "compare", "runs show", "runs stop", "runs fork", "resume")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="another user's rights need root to be tried")
 @pytest.mark.parametrize("mode", [0o755, 0o700])
 @pytest.mark.parametrize("command", [*ABOUT_A_RUN, "track", "export --to x", "dock status"])
 def test_a_run_whose_recipe_another_user_alone_can_read_is_said_to_be_that_user_s(
-    command: str, mode: int
+    command: str, mode: int, anothers: Path
 ) -> None:
     """It was "no recipe in JSON; put back the one that the run has written", or no run that is
     alive."""
     words = command.split()
-    folder = Path(tempfile.mkdtemp(prefix="others-"))
-    try:
-        folder.chmod(0o755)
-        run = folder / "run"
-        run.mkdir(mode=mode)
-        recipe_file = run / "recipe.json"
-        recipe_file.write_text(recipe(TINY).to_json())
-        recipe_file.chmod(0o600)
-        runner.invoke(cli.app, [*words, str(folder / "none")])  # imports what it needs
-        with as_nobody():
-            result = runner.invoke(cli.app, [*words, str(run)])
-    finally:
-        shutil.rmtree(folder)
+    anothers.chmod(mode)
+    runner.invoke(cli.app, [*words, str(anothers.parent / "none")])  # imports what it needs
+    with as_nobody():
+        result = runner.invoke(cli.app, [*words, str(anothers)])
     assert result.exit_code == 2, result.output
     if "not readable" not in result.output:  # what typer says of the folder itself
-        assert f"{recipe_file} can be read by user root alone" in result.output
+        owner = anothers.owner()
+        assert f"{anothers / RECIPE} can be read by user {owner} alone" in result.output
         assert "give the command as that user" in result.output
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="another user's rights need root to be tried")
-def test_a_run_that_may_not_be_read_is_no_damaged_one(tmp_path: Path) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="others-"))
-    try:
-        folder.chmod(0o755)
-        (folder / "recipe.json").write_text(recipe(TINY).to_json())
-        (folder / "recipe.json").chmod(0o600)
-        with as_nobody(), pytest.raises(NotShown, match=r"cannot be read: .*Permission denied"):
-            open_run(folder).view  # noqa: B018
-    finally:
-        shutil.rmtree(folder)
+def test_a_run_that_may_not_be_read_is_no_damaged_one(anothers: Path) -> None:
+    with as_nobody(), pytest.raises(NotShown, match=r"cannot be read: .*Permission denied"):
+        open_run(anothers).view  # noqa: B018
