@@ -21,9 +21,8 @@ SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a de
 
 
 def run_folder(run: Named) -> Named:
-    """Return ``run``; end the command where it is a folder with something in it that cannot be read
-    as a file, or whose recipe another user alone can read. A callback of arguments that name the
-    folder of a run."""
+    """Return ``run``. End the command if it is a folder that holds a pipe or a device, or whose
+    recipe only another user can read. A callback of arguments that name the folder of a run."""
     if run is None:
         return run
     refuse_unreadable(Path(run))

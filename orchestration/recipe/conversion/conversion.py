@@ -102,8 +102,8 @@ class Conversion:
 def apply_rules(
     settings: Mapping[str, Any], rules: Mapping[str, Rule]
 ) -> tuple[Conversion, dict[str, Any]]:
-    """Return the conversion of ``settings`` by ``rules``, each for a setting alone; and those
-    settings whose values can be read, with numbers for the texts of numbers."""
+    """Apply ``rules`` to ``settings``, one setting at a time. Return the conversion, and the
+    settings that have a usable value, in which a text such as ``"1e-6"`` is a number."""
     done = Conversion()
     readable = dict[str, Any]()
     for name, value in settings.items():

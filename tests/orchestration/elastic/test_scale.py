@@ -247,7 +247,7 @@ class Lives:
 async def hosting(
     index: Index, tmp_path: Path, **changes: Any
 ) -> AsyncIterator[tuple[hosts.Host, asyncio.Event]]:
-    """A host of a run whose head gives signs of life, and has a warehouse; and what stops it."""
+    """A host, and the event that stops it. The head of its run is alive and has a warehouse."""
     of = recipe(MOCK, **REMOTE, **changes)
     await index.init(
         flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}

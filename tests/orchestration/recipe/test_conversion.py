@@ -309,7 +309,7 @@ python3 -m verl.trainer.main_ppo \\
 
 
 def test_the_variables_of_a_script_are_put_into_its_settings(tmp_path: Path) -> None:
-    """Most of verl's own examples have them. What only running the script would tell is said."""
+    """Most examples of verl use variables. A value that only the shell knows is reported."""
     write_rows(tmp_path / "rows.parquet")
     file = tmp_path / "run.sh"
     file.write_text(SCRIPT.replace("{root}", str(tmp_path)))
