@@ -27,6 +27,10 @@ class NotConverted(ValueError):
     """The file is none that can be converted; the message says why."""
 
 
+class Unresolved(str):
+    """A value with a variable, or a reference, that is not known."""
+
+
 @dataclass(frozen=True)
 class To:
     """The recipe's ``key`` of a setting. ``value`` of it: a function, or a table by the setting's
@@ -109,7 +113,7 @@ def apply_rules(
     for name, value in settings.items():
         if value is None or value == MISSING:
             continue
-        if "$" in str(value):
+        if isinstance(value, Unresolved):
             if name in rules:
                 done.remarks[name] = f"{value!r} is not known here: put its value"
             else:
@@ -168,6 +172,8 @@ def _parsed(text: str) -> Any:
     """Return the value that a command's argument is; a text stays one, whatever is in it."""
     import yaml
 
+    if script.UNKNOWN.search(text):
+        return Unresolved(text)
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -194,7 +200,7 @@ def _referred(value: Any, settings: Mapping[str, Any]) -> Any:
             value = _parsed(match[2])
         else:
             break
-    return value
+    return Unresolved(value) if isinstance(value, str) and "${" in value else value
 
 
 def _flat(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,6 +21,7 @@ FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 ENDS = ";&|<>\n"
 DECLARATIONS = ("export", "local", "declare", "readonly", "do", "then", "else")
 VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$([A-Za-z_]\w*)")
+UNKNOWN = re.compile(r"\$[A-Za-z_{(]")  # what is left of one, or of a command
 ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,

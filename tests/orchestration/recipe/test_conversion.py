@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestration.recipe.conversion import trl, verl
-from orchestration.recipe.conversion.conversion import NotConverted, read_settings
+from orchestration.recipe.conversion.conversion import NotConverted, Unresolved, read_settings
 from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.loading.toml import toml_tables
 from orchestration.recipe.problems import RecipeError
@@ -188,6 +188,23 @@ def test_ppo_of_verl_has_its_critic(tmp_path: Path) -> None:
     assert algorithm | wanted == algorithm
     assert recipe.critic.learning_rate == 1e-5
     assert "prompts.sources" in done.remarks["data.train_files"]
+
+
+def test_a_dollar_is_no_variable(tmp_path: Path) -> None:
+    """As in the prompts of mathematics."""
+    prompt = r"Put the answer into $\boxed{x}$. It costs $5."
+    yaml = tmp_path / "grpo.yaml"
+    yaml.write_text(json.dumps({"system_prompt": prompt, "num_generations": "${of.nothing}"}))
+    done = trl.convert(read_settings(yaml))
+    assert done.recipe["prompts.system"] == prompt
+    assert "put its value" in done.remarks["num_generations"]
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python train.py --system_prompt 'It costs $5.' --num_generations $(wc -l x)\n"
+    )
+    done = trl.convert(read_settings(script))
+    assert done.recipe["prompts.system"] == "It costs $5."
+    assert "algorithm.group_size" not in done.recipe
 
 
 def test_dapo_of_verl_is_dapo() -> None:
@@ -425,7 +442,9 @@ junk = st.one_of(
     st.booleans(),
     st.integers(-3, 10**6),
     st.floats(allow_nan=False),
-    st.sampled_from(["", "abc", "1e-3", "8", "${x}", "-1", "vllm", "grpo", "gae", "steps"]),
+    st.sampled_from(
+        ["", "abc", "1e-3", "8", "$x", Unresolved("${x}"), "-1", "vllm", "grpo", "gae", "steps"]
+    ),
     st.lists(st.one_of(st.integers(), st.text(max_size=3)), max_size=3),
 )
 
